@@ -56,13 +56,12 @@ static inline float moelora_tanh_slope(float x) {
   return 4.0f * r * (1.0f - r);
 }
 
-/* From this argument on, tanh is computed by exp; below, where that would cancel, by a
+/* tanh is computed by exp from this argument on, and below, to avoid cancellation, by a
  * polynomial. */
 #define MOELORA_TANH_SPLIT 0.625f
 
 /* Returns cap tanh(x / cap) to 3 ulp, and its derivative; `inverse` = 1 / cap must be normal. The
- * polynomial is that of Cephes' tanhf; its linear term is x itself, so that a huge cap changes no
- * x. */
+ * linear term of the polynomial (Cephes' tanhf) is x itself, so that a huge cap changes nothing. */
 static inline float moelora_soft_cap(float x, float cap, float inverse, float *slope) {
   const float z = x * inverse, a = fabsf(z), square = z * z;
   float poly = -5.70498872745e-3f;

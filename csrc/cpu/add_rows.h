@@ -6,7 +6,7 @@
 
 #include "cpu/kernels.h"
 
-/* 6 x 2 accumulators, two vectors of w and one element of x fill the 16 registers of AVX2. */
+/* 6 x 2 accumulators, two vectors of w and one of x take 15 of the 16 registers of AVX2. */
 enum { ADD_ROWS = 6 };
 
 #if defined(__AVX512F__)

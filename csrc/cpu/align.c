@@ -1,5 +1,5 @@
-/* Sorted row ids in blocks of one expert (or one expert and adapter), for kernels with uniform
- * blocks. Serial: a few operations per row are negligible next to a layer. */
+/* Aligns routed rows: sorts them into blocks of one expert, or of one expert and adapter. It runs
+ * serially, since a few operations per row are negligible next to a layer. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -67,7 +67,7 @@ static int64_t write_blocks(const moelora_align_problem *problem, const moelora_
   return next;
 }
 
-/* Marks the local experts: in SORTING mode they get a block even without rows. */
+/* Marks the local experts, which get a block in SORTING mode even without rows. */
 static void mark_local(const moelora_routes *routes, const moelora_tables *tables, uint8_t *local) {
   memset(local, tables->expert_map ? 0 : 1, (size_t)routes->num_experts);
   for (int32_t i = 0; tables->expert_map && i < routes->num_global; i++)

@@ -1,4 +1,4 @@
-/* vLLM's alignment: a list of rows per adapter, sorted by expert. */
+/* vLLM's alignment: a list of rows for each adapter, sorted by expert. */
 #include "cpu/cpu.h"
 #include "cpu/sort.h"
 

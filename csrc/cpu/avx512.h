@@ -27,7 +27,7 @@ static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
   return _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
 }
 
-/* (values[i] - zero) * scale of 16 values. */
+/* Returns (values[i] - zero) * scale for 16 values. */
 static inline __m512 products(const float *values, float zero, float scale) {
   return _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(values), _mm512_set1_ps(zero)),
                        _mm512_set1_ps(scale));
@@ -39,8 +39,8 @@ static inline __m512 e4m3_products(const uint8_t *chunk, float scale) {
 }
 
 /* Rounds to bf16, ties to even, in the upper 16 bits of each lane; the lower 16 bits are
- * unspecified. NaN is not rounded: as the result of a product it is quiet, so its upper half is a
- * NaN. */
+ * unspecified. A NaN is kept: results of products are quiet NaNs, whose upper half is a NaN,
+ * too. */
 static inline __m512i rounded_bf16(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), odd = _mm512_srli_epi32(bits, 16);
   const __m512i half =
@@ -49,7 +49,7 @@ static inline __m512i rounded_bf16(__m512 x) {
   return _mm512_mask_add_epi32(bits, numbers, bits, half);
 }
 
-/* Bytes of words [4 q][4 s][4] in column order, 16 s + 2 q + (b / 2) + 8 (b % 2). */
+/* Returns the bytes of words [4 q][4 s][4 b] by column, 16 s + 2 q + (b / 2) + 8 (b % 2). */
 static inline __m512i by_columns(moelora_format format, const void *words) {
   typedef uint32_t lanes __attribute__((vector_size(64)));
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -1,4 +1,4 @@
-/* Function table of the CPU backend, and its kernels in the order of variants.inc. */
+/* The function table of the CPU backend, and its kernels in the order of variants.inc. */
 #include "cpu/cpu.h"
 
 const moelora_cpu_kernels *moelora_cpu_kernels_of(const moelora_variant *variant) {

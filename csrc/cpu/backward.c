@@ -1,5 +1,5 @@
-/* The backward of a layer, in steps over workspace arrays. Operands are float32, rounded to the
- * dtype. All arrays except x and dout (by token) are ordered by sorted position:
+/* The backward of a layer, in steps over workspace arrays. Operands are stored as float32, rounded
+ * to the dtype. x and dout are by token, other arrays by sorted position unless stated otherwise:
  *
  *   sort, segments    as in the forward, from the same tables
  *   xa13, xa2         saved by the forward: s x A13^T, and s h A2^T times the routing weight t
@@ -12,8 +12,8 @@
  *   dB2  = dout^T (t xa2)    dA2  = (t yb2)^T h        products over the rows of each segment
  *   dB13 = dgu^T xa13        dA13 = yb13^T x
  *
- * With apply_router_weight_on_input, x is t x, t is 1 elsewhere, dx is multiplied by t, and dt =
- * <dz, x>. Steps whose results are not needed are skipped. */
+ * With apply_router_weight_on_input, t x replaces x, t is 1 elsewhere, dx is multiplied by t, and
+ * dt = <dz, x>. Steps whose results are not needed are skipped. */
 #include <string.h>
 
 #include "cpu/back_project.h"
@@ -27,10 +27,10 @@ typedef struct backward {
   moelora_backward_needs want;
   moelora_back_call call;
   moelora_rounded rounded13, rounded2;
-  float *x_copy, *dout_copy; /* [M, K]; NULL if the inputs are used directly */
+  float *x_copy, *dout_copy; /* [M, K]; NULL: the inputs are used directly */
   float *h;                  /* [P, I] */
   float *dgu;                /* [P, 2I] */
-  float *dt;                 /* [P, blocks of I] partial dt by flat row */
+  float *dt;                 /* [P, blocks of I] by flat row: partial sums of dt */
   float *dz;                 /* [P, K] */
   float *xa13, *xa2, *yb13, *yb2;
   size_t bytes;
@@ -117,7 +117,7 @@ static void load_gate_up(const moelora_experts_problem *forward, const moelora_v
     kernels->load(from + (size_t)(forward->intermediate + begin) * bytes, up, count);
 }
 
-/* Stores the gradients of gate and up, rounded, to columns of a row of dgu. */
+/* Stores the gradients of gate and up, rounded, to a row of dgu. */
 static void put_gate_up(const moelora_experts_problem *forward, const moelora_variant *variant,
                         int64_t begin, int64_t count, const float *gate, const float *up,
                         float *to) {
@@ -215,7 +215,7 @@ static moelora_columns by_token(const float *rows, int64_t stride, int64_t count
   return (moelora_columns){.rows = rows, .stride = stride, .by_token = true, .count = count};
 }
 
-/* Columns [begin, begin + count) of rows of `width` values, ordered by sorted position. */
+/* Returns columns [begin, begin + count) of rows of `width` values in sorted order. */
 static moelora_columns by_position(const float *rows, int64_t width, int64_t begin, int64_t count) {
   return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
 }
@@ -301,7 +301,7 @@ static void back_through_w13(const backward *b) {
     moelora_cpu_back_project(&w13);
 }
 
-/* Loads x and dout as float32, where they are copied. */
+/* Loads x and dout to their float32 copies, if they have any. */
 static void load_inputs(backward *b) {
   const moelora_experts_problem *forward = &b->forward;
   const moelora_loaded_rows x = {forward->x,

@@ -1,4 +1,4 @@
-/* Outputs of a projection, and the sum over a token's rows. */
+/* Stores the outputs of a projection, and sums the rows of a token. */
 #include "cpu/cpu.h"
 
 void moelora_cpu_emit_operands(const moelora_projection *p, int64_t at, int64_t begin,

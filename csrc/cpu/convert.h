@@ -1,5 +1,5 @@
-/* Conversions between float32 and the 16-bit types in plain C, as loops that compilers vectorize.
- * Rounds to nearest even; NaN becomes a quiet NaN. */
+/* Conversions between float32 and the 16-bit types in plain C, which compilers vectorize. They
+ * round to nearest even and make NaN quiet. */
 #ifndef MOELORA_CPU_CONVERT_H
 #define MOELORA_CPU_CONVERT_H
 
@@ -44,7 +44,7 @@ static inline uint16_t moelora_f32_to_f16(float x) {
     return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
   if (magnitude >= 0x477ff000) /* 65520 and above round to infinity */
     return (uint16_t)(sign | 0x7c00);
-  if (magnitude < 0x38800000) /* subnormal: adding 0.5 rounds at bit 2^-24 */
+  if (magnitude < 0x38800000) /* subnormal: adding 0.5 rounds to multiples of 2^-24 */
     return (uint16_t)(sign | (moelora_bits(moelora_float(magnitude) + 0.5f) - 0x3f000000));
   return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
 }

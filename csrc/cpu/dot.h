@@ -1,6 +1,6 @@
 /* `dot` of kernels.h for one vector instruction set: a register tile of up to DOT_ROWS token rows
- * by MOELORA_DOT_N weight rows of vector accumulators. Each step along K loads a vector of each
- * row and multiplies all pairs; lanes are summed once at the end.
+ * by MOELORA_DOT_N weight rows of vector accumulators. Each step along K loads a vector of each row
+ * and multiplies each token vector by each weight vector; lanes are summed at the end.
  *
  * The including file first defines
  *   element       element type of operands
@@ -22,7 +22,7 @@ static inline __attribute__((always_inline)) void dot_tile(const int rows, const
   const element *restrict wj[MOELORA_DOT_N];
   const element *restrict xi[DOT_ROWS];
   sum total[DOT_ROWS][MOELORA_DOT_N];
-  /* with fewer columns, the last one is repeated */
+  /* with fewer columns, repeats the last one */
   for (int64_t j = 0; j < MOELORA_DOT_N; j++)
     wj[j] = (const element *)(w + (ragged && j >= columns ? columns - 1 : j) * w_stride);
   for (int i = 0; i < rows; i++) {
@@ -35,7 +35,7 @@ static inline __attribute__((always_inline)) void dot_tile(const int rows, const
     vector b[MOELORA_DOT_N];
     for (int j = 0; j < MOELORA_DOT_N; j++) {
       b[j] = load(wj[j] + at);
-      /* L2, not L1: rows that are a power of two apart map to few L1 sets */
+      /* to L2, not L1: rows that are a power of two apart map to few sets of L1 */
       if (fetch)
         _mm_prefetch((const char *)(wj[j] + at) + ahead, _MM_HINT_T1);
     }
@@ -100,7 +100,7 @@ static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const voi
         DOT_CASE(5)
         DOT_CASE(6)
       }
-      ahead = 0; /* already prefetched with the first rows */
+      ahead = 0; /* the first rows have prefetched them */
     }
     w += MOELORA_DOT_N * w_stride;
     c += MOELORA_DOT_N;

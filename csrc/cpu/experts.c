@@ -5,16 +5,16 @@
  *   w2         z [P, columns] by flat row, float32       = h w2^T + adapters + bias
  *   combine    out [M, columns]                          = sum over j of weight * z, rounded once
  *
- * The last two run for one window of columns after another, whose z is small enough for a cache.
- * Each projection is preceded by its shrink, and for W8A8 by the quantization of x or h. `out` may
- * alias x, since only combine writes it. For a backward, w13 also saves its sums before the
- * activation, and both projections save their shrink outputs. */
+ * w2 and combine run for one window of columns after another, so that z of a window fits a cache.
+ * The shrink, and for W8A8 the quantization of x or h, precede each projection. `out` may alias x,
+ * since only combine writes it. For a backward, w13 also saves its values before the activation,
+ * and both projections save their shrink outputs. */
 #include "cpu/saved.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch;
-  void *x;  /* [M, K] operands; NULL if hidden_states are used directly */
+  void *x;  /* [M, K] operands; NULL: hidden_states are used directly */
   void *h;  /* [P, I] operands by sorted position */
   float *z; /* [P, window] by flat row */
   int64_t window;
@@ -25,7 +25,7 @@ typedef struct experts_layout {
   size_t bytes;
 } experts_layout;
 
-/* Returns how many columns a window has: a few blocks at least, so that every worker has tasks. */
+/* Returns the columns of a window: at least LEAST, or all, so that every worker has tasks. */
 static int64_t window_of(const moelora_experts_problem *problem) {
   enum { Z_BYTES = 8 << 20, LEAST = 512 };
   const int64_t rows = moelora_max(1, problem->routes.num_rows);

@@ -1,4 +1,4 @@
-/* float16 rows with the F16C instructions, eight values at a time; e4m3 by way of float16. */
+/* Converts float16 rows with F16C, eight values at a time, and e4m3 by way of float16. */
 #ifndef MOELORA_CPU_F16C_H
 #define MOELORA_CPU_F16C_H
 
@@ -6,13 +6,13 @@
 
 #include "cpu/convert.h"
 
-/* Bytes of a chunk of an FP8 row, in column order. */
+/* Returns the 16 bytes of a chunk of an FP8 row in column order. */
 static inline __m128i e4m3_columns(const uint8_t *chunk) {
   const __m128i columns = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)chunk), columns);
 }
 
-/* 16 columns as float16, scaled by 2^-8: float16 has one exponent bit more, and a bias larger by
+/* Returns the 16 columns of a chunk as float16, scaled by 2^-8, as the bias of float16 is larger by
  * 8. */
 static inline __m256i e4m3_halves(const uint8_t *chunk) {
   const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(e4m3_columns(chunk)), 7);

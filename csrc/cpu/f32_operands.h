@@ -1,5 +1,5 @@
-/* Common parts of the kernels of all instruction sets, compiled with their flags: conversions of
- * whole rows, and the kernel table for float32 operands. */
+/* Code that the kernels of all instruction sets include, and compile with their own flags:
+ * conversions of whole rows, and kernel tables for float32 operands. */
 #ifndef MOELORA_CPU_F32_OPERANDS_H
 #define MOELORA_CPU_F32_OPERANDS_H
 
@@ -10,7 +10,7 @@
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
 
-/* The three row conversions of a 16-bit type, from the two conversions of a value. */
+/* Defines the three row conversions of a 16-bit type by its two conversions of a value. */
 #define CONVERSIONS(TYPE)                                                                          \
   static inline void load_##TYPE(const void *src, float *dst, int64_t n) {                         \
     const uint16_t *from = src;                                                                    \
@@ -53,7 +53,7 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
    .activate_backward = moelora_activate_backward,                                                 \
    __VA_ARGS__}
 
-/* The kernels of all dtypes for instruction set ISA. The including file defines `dot` over float32,
+/* Defines the kernels of all dtypes for ISA. The including file defines `dot` for float32 operands,
  * and includes dequantize.h. */
 #define F32_KERNELS(ISA)                                                                           \
   DEQUANTIZE(bf16, true)                                                                           \

@@ -1,10 +1,10 @@
-/* Rows of a backward: float32 in memory, rounded to the dtype of the call. */
+/* Rows of a backward, stored as float32 that are rounded to the dtype of the call. */
 #ifndef MOELORA_CPU_F32_ROWS_H
 #define MOELORA_CPU_F32_ROWS_H
 
 #include "cpu/cpu.h"
 
-/* Rounds `columns` up as add_rows requires. */
+/* Rounds `columns` up to a multiple of MOELORA_ROW_STEP. */
 static inline int64_t moelora_row_width(int64_t columns) {
   return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
@@ -20,7 +20,7 @@ static inline void moelora_round_floats(const moelora_variant *variant, float *v
   }
 }
 
-/* sum over i < n of float32 a[i] times b[i] of the compute dtype, with `bytes` per element */
+/* Returns the sum over i < n of a[i] b[i]; b has the compute dtype, of `bytes` per element. */
 static inline float moelora_dot_with(const moelora_cpu_kernels *kernels, size_t bytes,
                                      const float *a, const char *b, int64_t n) {
   float line[256], sum = 0;
@@ -33,7 +33,7 @@ static inline float moelora_dot_with(const moelora_cpu_kernels *kernels, size_t 
   return sum;
 }
 
-/* Computes the same of two rows of the compute dtype. */
+/* Returns the same sum for two rows of the compute dtype. */
 static inline float moelora_row_dot(const moelora_cpu_kernels *kernels, size_t bytes, const char *a,
                                     const char *b, int64_t n) {
   float line[256], sum = 0;

@@ -1,7 +1,7 @@
-/* Grouped projection over sorted rows, and the operator that consists of one.
+/* A grouped projection over sorted rows, and the operator gemm, which consists of one.
  *
- * A task is (expert, block of columns, chunk of the expert's rows). Its weights, block_n rows of
- * K, are read from memory once and stay in L2 while the rows are processed in blocks of block_m:
+ * A task is (expert, block of columns, chunk of the expert's rows). It reads its weights, block_n
+ * rows, from memory once; they stay in L2 while rows are processed in blocks of block_m:
  *
  *   c [block_m, block_n] = x w^T            the tile
  *   c += xa B^T                             segment by segment
@@ -14,8 +14,8 @@
 typedef struct project_tasks {
   const moelora_projection *projection;
   int64_t column_blocks, row_chunks, rows_per_chunk;
-  int64_t columns;       /* outputs per block: at most block_n, or half of it if gated */
-  int64_t total_columns; /* outputs of all blocks */
+  int64_t columns;       /* output columns per block: at most block_n, or half of it if gated */
+  int64_t total_columns; /* output columns of all blocks */
 } project_tasks;
 
 static void add_bias(const moelora_projection *p, int32_t expert, const moelora_columns_of *range,
@@ -30,7 +30,7 @@ static void add_bias(const moelora_projection *p, int32_t expert, const moelora_
       c[i * ldc + range->at + j] += line[j];
 }
 
-/* Computes `count` outputs from a finished row of the tile, in place or in `line`. */
+/* Applies the activation to a row of the tile; returns its `count` outputs, in c or `line`. */
 static const float *activate(const moelora_projection *p, float *c, int64_t count, float *line) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
   if (!p->activated)
@@ -48,7 +48,7 @@ static const float *activate(const moelora_projection *p, float *c, int64_t coun
   return c;
 }
 
-/* Saves the columns of `range` of sorted row `at` before the activation. */
+/* Saves the columns of `range` of sorted row `at`, as they are before the activation. */
 static void keep_before(const moelora_projection *p, int64_t at, const moelora_columns_of *range,
                         const float *c) {
   const size_t bytes = moelora_dtype_bytes(p->variant->dtype);
@@ -114,7 +114,7 @@ static void project_task(void *context, int64_t index, int32_t worker) {
     matrix->leave();
 }
 
-/* The narrowest block has so many outputs: two groups of rows of a matrix register. */
+/* Minimum output columns per block: the weight rows of two matrix registers. */
 enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
@@ -135,8 +135,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
     active += rows > 0;
     longest = moelora_max(longest, rows);
   }
-  /* Several tasks per worker, to balance them: narrower blocks of columns if experts are few. Rows
-   * are split only if that does not suffice, since each chunk reads the weights again. */
+  /* Balances workers by several tasks each: with few experts, narrows the blocks of columns; splits
+   * rows only if that does not suffice, since each chunk rereads the weights. */
   const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   while (tasks.columns > MIN_COLUMNS &&
          active * moelora_ceil_div(tasks.total_columns, tasks.columns) < wanted)
@@ -145,7 +145,7 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
   tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
   tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
-  /* A register tile reuses a weight for several rows in the time of one read. */
+  /* A register tile uses a weight for several rows, so 16 rows count as one read of the weights. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
                        (double)passes *
@@ -193,7 +193,7 @@ void moelora_cpu_operands(moelora_projection *p, int64_t rows, const float *weig
 typedef struct gemm_layout {
   moelora_sorted sorted;
   moelora_scratch *scratch;
-  void *x;  /* [rows of x, K] operands; NULL if x is used directly */
+  void *x;  /* [rows of x, K] operands; NULL: x is used directly */
   void *xa; /* NULL without adapters */
   moelora_quantized_rows x_e4m3;
   moelora_rounded rounded;

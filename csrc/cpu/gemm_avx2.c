@@ -1,4 +1,4 @@
-/* AVX2 with FMA and F16C: float32 products; 16-bit operands are widened row by row. */
+/* AVX2 with FMA and F16C: float32 products; 16-bit rows are converted to float32 operands. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -53,7 +53,7 @@ static inline __m256 products(const float *values, float zero, float scale) {
                        _mm256_set1_ps(scale));
 }
 
-/* Rounds to nearest even; NaN keeps its high half, and is quiet as the result of a product. */
+/* Rounds to nearest even. A NaN, which is quiet as the result of a product, keeps its high half. */
 static inline __m256 rounded_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), odd = _mm256_srli_epi32(bits, 16);
   const __m256i half =
@@ -91,7 +91,7 @@ static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_
   }
 }
 
-/* Looks up entries of the table by the low four bits of each lane. */
+/* Looks up an entry of the table for the low four bits of each lane. */
 static inline __m256 entries(const table *t, __m256i place) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* bit 3 as the sign */
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t->first, place),

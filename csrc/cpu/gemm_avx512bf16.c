@@ -1,5 +1,5 @@
-/* AVX-512 BF16: products of bf16 pairs, added in float32 by vdpbf16ps. Operands are bf16.
- * gemm_bf16_amx differs only in products with weights, which run on AMX tiles (matrix_amx.c). */
+/* AVX-512 BF16: vdpbf16ps multiplies pairs of bf16 and accumulates in float32. Operands are bf16.
+ * gemm_bf16_amx only differs in products with weights, which use AMX tiles (matrix_amx.c). */
 #if defined(__x86_64__)
 #include "cpu/avx512.h"
 #include "cpu/f32_operands.h"
@@ -32,13 +32,13 @@ static inline table make_table(bool bf16, const float *values, float zero, float
   return exact ? _mm512_castps_si512(numbers) : rounded_bf16(numbers);
 }
 
-/* Combines the tables of two groups of 16 columns: entry n of the first is half 2 n. */
+/* Combines the tables of two groups: halves 2 n are from `first`, halves 2 n + 1 from `second`. */
 static inline table both(table first, table second) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(first, 16), second);
 }
 
-/* 32 columns. Entry n is half 2 n + 1 of a table, or half 2 n where `halves` is 0, so an index has
- * five significant bits. */
+/* Looks up 32 columns. Entry n is 16-bit half 2 n + 1 of a table, or half 2 n in lanes where
+ * `halves` is 0; the low five bits of an index count. */
 static inline void look_up_32(__m256i bytes, __m512i halves, table low, table high, operand *to_low,
                               operand *to_high) {
   const __m512i place = _mm512_cvtepu8_epi16(bytes);
@@ -66,8 +66,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   }
 }
 
-/* The rounding instruction flushes values below 2^-126 to zero; products only get there if the
- * scale itself is that small. */
+/* The rounding instruction flushes values below 2^-126 to zero, so small scales, whose products may
+ * be that small, are rounded without it. */
 static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
                                    float scale, operand *to) {
   (void)bf16;

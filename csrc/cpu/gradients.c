@@ -1,17 +1,17 @@
-/* Gradients of factors and biases: sums over the rows that share them.
+/* Computes gradients of factors and biases, sums over the rows that share these.
  *
  *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
  *   gradient[l, e] (+)= wide^T ranks        the same: of B
  *
- * A sparse gradient has a matrix for each listed pair only: gradient[0, pairs[l, e]].
+ * A sparse gradient only has matrices of some (l, e), at gradient[0, pairs[l, e]].
  *
  * A task is a tile of one gradient. It processes up to MOELORA_PART_ROWS rows at a time:
  *
  *   ranks [64 ranks][rows], panel [rows][64 columns]      float32
  *   c [64, 64] += ranks panel
  *
- * Rows add in segment order, and the segments of a shared factor in the order of experts, so that
- * no sum depends on other adapters, on threads or on the position of a segment. */
+ * Rows are added in the order of their segment, and segments of a shared factor in the order of
+ * experts, so that no sum depends on other adapters, on threads or on the position of a segment. */
 #include <string.h>
 
 #include "cpu/f32_rows.h"
@@ -50,7 +50,7 @@ void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gra
   }
 }
 
-/* to[i] = (or +=) values[i], rounded to the dtype of the gradient. */
+/* Stores values, or adds them, to `to`, rounded to the dtype of the gradient. */
 static void put(const moelora_variant *variant, moelora_dtype dtype, bool add, float *values,
                 int64_t count, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
@@ -83,8 +83,8 @@ typedef struct product_tasks {
   bool shared;
 } product_tasks;
 
-/* c [m, width] += sum over `rows` sorted rows, starting at `first`, of ranks [rank, rank + m)
- * times columns [begin, begin + n). */
+/* Adds the product of ranks [rank, rank + m) and columns [begin, begin + n), summed over `rows`
+ * sorted rows from `first` on, to c [m, width]. */
 static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t rows, int64_t rank,
                      int64_t m, int64_t begin, int64_t n, moelora_back_scratch *scratch) {
   const int64_t width = moelora_row_width(n);
@@ -107,7 +107,7 @@ static void add_rows(const moelora_grouped_product *p, int64_t first, int64_t ro
       ->add_rows(m, width, rows, scratch->x, scratch->panel.rows, scratch->c, width);
 }
 
-/* Writes c, m ranks from `rank` by n columns from `begin`, to gradient [l, e]. */
+/* Stores c to ranks [rank, rank + m), columns [begin, begin + n) of gradient [l, e]. */
 static void put_tile(const moelora_grouped_product *p, int32_t l, int64_t e, int64_t rank,
                      int64_t m, int64_t begin, int64_t n, const moelora_back_scratch *scratch) {
   const moelora_gradient *g = p->gradient;

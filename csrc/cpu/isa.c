@@ -7,8 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* XCR0 bits: SSE and AVX state, then also opmask and both halves of the ZMM state; configuration
- * and data of AMX tiles. */
+/* XCR0 bits: AVX: SSE and AVX state; AVX512: also opmask and both halves of the ZMM state; AMX:
+ * configuration and data of tiles. */
 enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
 /* CPUID leaf 7, EDX: bf16 products, and tiles. */
 enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
@@ -23,9 +23,9 @@ static bool has(uint32_t word, uint32_t bits) {
   return (word & bits) == bits;
 }
 
-/* Requests permission to use tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). It covers
- * all threads of the process and is inherited by fork. Linux before 5.16 refuses it, and so do
- * later versions if a thread has an alternate signal stack too small to save tiles on. */
+/* Requests permission to use tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), for all
+ * threads of the process and its forks. Linux before 5.16 refuses it; later versions refuse it if
+ * the alternate signal stack of a thread is too small to save tiles. */
 static bool may_use_tiles(void) {
   enum { REQUEST = 0x1023, TILE_DATA = 18 };
 #ifdef SYS_arch_prctl

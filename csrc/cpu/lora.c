@@ -1,4 +1,4 @@
-/* The two halves of an adapter, for sorted rows:
+/* Shrink and expand of an adapter, for sorted rows:
  *
  *   shrink:  xa[at, slice, i] = rounded(s * sum over k of x[at, k] A[l, e, i, k]),  i < rank
  *   expand:  c[at, n] += sum over i of xa[at, slice, i] B[l, e, n, i]
@@ -27,14 +27,13 @@ static moelora_weights factor_a(const moelora_projection *p, int64_t at, int32_t
   return moelora_factor_matrix(p->variant, &p->lora->a[slice], p->sorted, at, rank, p->w->k);
 }
 
-/* Whether the adapter's A of slice 0 is that of both slices. */
+/* Whether slice 1 of the adapter has the same A as slice 0. */
 static bool has_one_a(const moelora_projection *p, int32_t adapter) {
   const int32_t *one_a = p->sorted->tables.one_a;
   return p->lora->num_slices == 2 && one_a && one_a[adapter];
 }
 
-/* Shrinks sorted rows [first, first + m), one segment, for one slice. `next` is the A to prefetch.
- */
+/* Shrinks sorted rows [first, first + m) of one segment for one slice. Prefetches A at `next`. */
 static void shrink_segment(const moelora_projection *p, int64_t first, int64_t m, int32_t slice,
                            const void *next, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(p->variant);
@@ -84,7 +83,7 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
-  /* A few tasks per worker, and at most the rows of a tile. */
+  /* Four tasks per worker, but at most the rows of a tile per task. */
   int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
@@ -93,7 +92,7 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
                        shrink_chunk, &tasks);
 }
 
-/* Rows [from, to) of `b` cover columns [begin, end) of the projection. */
+/* A factor B, whose rows [from, to) are within given output columns of the projection. */
 typedef struct factor_b_part {
   moelora_weights b;
   int64_t from, to;

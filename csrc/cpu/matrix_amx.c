@@ -176,8 +176,7 @@ static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_
                      float *c, int64_t ldc) {
   float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
   char copies[2][TILE_BYTES] __attribute__((aligned(64)));
-  order_memory(); /* not before the caller's stores of panels and weights, even if this is inlined
-                   */
+  order_memory(); /* not before the caller's stores of panels and weights, even if inlined */
   for (int64_t j = 0; j < n; j += 2 * ROWS) {
     const char *from = (const char *)weights + j * w_stride;
     const bool two_weights = n - j > ROWS;

@@ -1,4 +1,4 @@
-/* Packs weights into 64 x 64 tiles, [E, N/64, K/64, 64, 64]. A task copies the tiles of 64 rows. */
+/* Packs weights into tiles, [E, N/64, K/64, 64, 64]. A task copies the tiles of 64 weight rows. */
 #include <string.h>
 
 #include "cpu/cpu.h"

@@ -1,5 +1,5 @@
-/* Dynamic scheduling of tasks, because experts have very different numbers of rows. Every output
- * is written by one task, so results do not depend on the order of execution. */
+/* Schedules tasks dynamically, because experts have very different numbers of rows. One task writes
+ * each output, so results do not depend on the order of execution. */
 #include <stdatomic.h>
 
 #include "cpu/cpu.h"
@@ -21,8 +21,8 @@ static void work(void *context, int64_t begin, int64_t end) {
   }
 }
 
-/* Minimum number of elements per woken thread: ten microseconds of streaming, about the cost of
- * waking it and waiting for it. */
+/* Minimum number of elements per thread: reading them takes ten microseconds, about as long as
+ * waking a thread and waiting for it. */
 enum { ELEMENTS_PER_WORKER = 1 << 16 };
 
 void moelora_cpu_parallel(const moelora_exec *exec, int64_t count, double elements,

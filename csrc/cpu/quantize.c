@@ -4,8 +4,8 @@
  *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s))
  *   scales [rows, groups]  = s, repeated if groups share it
  *
- * Values are stored as operands (kernels.h), which represent e4m3 exactly.
- * The result of a row does not depend on the rest of the batch. */
+ * Values are stored as operands (kernels.h), which represent e4m3 exactly. The result of a row does
+ * not depend on other rows. */
 #include <math.h>
 #include <string.h>
 
@@ -28,7 +28,7 @@ moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *varian
   };
 }
 
-/* Returns the maximum of `least` and all magnitudes, without NaN. */
+/* Returns the maximum of `least` and all magnitudes; ignores NaN. */
 static float largest(const float *line, int64_t count, float least) {
   float most[LANES];
   for (int lane = 0; lane < LANES; lane++)
@@ -70,7 +70,7 @@ static void quantize_row(void *context, int64_t index, int32_t worker) {
     moelora_operands_to_f32(kernels, row + (size_t)k * kernels->operand_bytes, line, count);
     if (w->x == MOELORA_X_GROUP)
       scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
-    /* engines divide by per-token scales, and multiply by the inverse of others */
+    /* as in engines: divides by per-token scales, multiplies by the inverse of others */
     const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i++)
       line[i] = moelora_round_e4m3(w->x == MOELORA_X_TOKEN ? line[i] / scale : line[i] * inverse);

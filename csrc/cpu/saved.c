@@ -1,5 +1,4 @@
-/* Saves tensors of a layer's forward, by flat row in its dtype, and loads them by sorted position.
- */
+/* Saves tensors of a layer's forward by flat row, in its dtype; loads them by sorted position. */
 #include <string.h>
 
 #include "cpu/saved.h"

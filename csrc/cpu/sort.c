@@ -1,5 +1,5 @@
-/* Stable counting sort in two passes, least significant key first: tokens by adapter, then their
- * rows by expert. Linear in rows, experts and adapter slots. */
+/* A stable counting sort in two passes: tokens by adapter, then their rows by expert. Its time is
+ * linear in the numbers of rows, experts and adapter slots. */
 #include "cpu/sort.h"
 
 #include <string.h>
@@ -66,7 +66,7 @@ void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted) {
       sorted->has_adapters |= adapter >= 0;
     }
   }
-  /* offset[e] has advanced to the end of expert e, the start of e + 1 */
+  /* offset[e] is now the end of expert e, which is the start of e + 1 */
   memmove(offset + 1, offset, (size_t)num_experts * sizeof *offset);
   offset[0] = 0;
 }
