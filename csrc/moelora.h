@@ -58,7 +58,7 @@ typedef enum moelora_status {
   MOELORA_DEVICE_ERROR, /* a CUDA call failed; the message names it */
 } moelora_status;
 
-/* Message of the last failure on this thread, "" if none. Valid until the thread's next call. */
+/* Returns the message of this thread's last failure, or "". Valid until the thread's next call. */
 const char *moelora_error_message(void);
 
 typedef enum moelora_dtype {
@@ -202,7 +202,7 @@ typedef enum moelora_x_format {
   MOELORA_X_STATIC, /* s is x_scale of the layout; q = x (1/s) */
 } moelora_x_format;
 
-/* Order of a weight's rows in tiles. */
+/* Order of the rows of a weight in its tiles. */
 typedef enum moelora_row_order {
   MOELORA_ROWS_PLAIN = 0,
   MOELORA_ROWS_GATE_UP,     /* gate rows precede up rows; each half is padded to whole tiles */
@@ -248,7 +248,7 @@ typedef struct moelora_layout {
   float x_scale;      /* STATIC: finite and positive; otherwise 0 */
 } moelora_layout;
 
-/* Bytes per tile; 0 for MOELORA_NATIVE. */
+/* Returns the bytes per tile; 0 for MOELORA_NATIVE. */
 int32_t moelora_tile_bytes(moelora_format format);
 
 /* Quantized weights as stored in checkpoints: values [E, N, K/2] uint8, the even column in the low
@@ -367,7 +367,7 @@ typedef struct moelora_experts_args {
   moelora_lora w13_lora; /* 1 slice of 2I columns, or 2 of I columns each */
   moelora_lora w2_lora;  /* 1 slice of K columns */
   /* [max_loras] int32; nonzero: both A of w13 of this adapter are equal up to its true rank, so the
-   * second is not read. Not checked. Ignored if w13_lora has one slice. Absent: none are equal. */
+   * second need not be read. Not checked. Ignored with one slice. Absent: none are equal. */
   moelora_tensor w13_one_a;
   moelora_activation activation;
   /* Positive normal float32 values; 0 selects the activation's default. swigluoai takes an alpha,
@@ -530,13 +530,13 @@ moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tenso
 
 /* ---- devices, variants and plans ---- */
 
-/* Whether this build and this machine can run on `device`. */
+/* Returns whether this build and this machine can run on `device`. */
 bool moelora_has_device(moelora_device device);
-/* Space-separated CPU features relevant for dispatch, e.g. "avx2 fma f16c avx512f avx512_bf16". */
+/* Returns CPU features that dispatch depends on, such as "avx2 fma f16c avx512f avx512_bf16". */
 const char *moelora_cpu_features(void);
-/* Name of a compiled kernel variant, usable or not; NULL past the end. */
+/* Returns the name of a compiled kernel variant, usable or not; NULL past the end. */
 const char *moelora_variant_name(int32_t index);
-/* Whether the variant can run on this machine. */
+/* Returns whether the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
 /* Forces variants: from now on, every plan uses them wherever they support the problem. `names` is
  * a comma-separated list with at most one variant per role (projection, whole layer, sort, shrink,
@@ -570,7 +570,7 @@ typedef struct moelora_tuned_plan {
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 /* Removes all plans. Must not be called while operators run on other threads. */
 void moelora_clear_tuned_plans(void);
-/* Kernels of the last call on this thread: "w=gemm_bf16_avx2"; for a layer
+/* Returns the kernels of the last call on this thread: "w=gemm_bf16_avx2"; for a layer
  * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16"; for a delta "delta=gemm_bf16_avx2" or, on a
  * GPU, the family of its kernels, "delta=adapters_sm90"; for a backward "backward=...". On a GPU
  * the other kernels follow, as in " shrink13=... shrink2=... sort=... sum=...". The environment

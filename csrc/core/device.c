@@ -1,4 +1,4 @@
-/* Devices and variants that this build and this machine support. */
+/* Finds devices, and the variants that this build and this machine support. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>

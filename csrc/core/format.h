@@ -181,7 +181,7 @@ static MOELORA_CONSTEXPR moelora_format moelora_format_of_kernel(moelora_kernel_
       MOELORA_NATIVE;
 }
 
-/* Number of weight formats that the kernels of a kernel format read. */
+/* Returns the number of weight formats that the kernels of a kernel format support. */
 static MOELORA_CONSTEXPR int32_t moelora_formats_of(moelora_kernel_format kernel) {
   return 0
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
@@ -222,7 +222,7 @@ enum { MOELORA_TILE_VALUES = 64 * 64 / 2, MOELORA_FP8_TILE_VALUES = 64 * 128 };
 /* Bytes of the scale of a tile, with padding. */
 enum { MOELORA_TILE_SCALE_BYTES = 16 };
 
-/* K extent of a tile. */
+/* Returns the K extent of a tile. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_depth(moelora_format format) {
   return moelora_is_fp8(format) ? 128 : 64;
 }
@@ -231,7 +231,7 @@ static MOELORA_CONSTEXPR int64_t moelora_depth_tiles(moelora_format format, int6
   return (k + moelora_tile_depth(format) - 1) / moelora_tile_depth(format);
 }
 
-/* Columns per scale of e4m3 activations; a scale of the weights covers at least as many. */
+/* Returns the columns per scale of e4m3 x; a scale of the weights covers at least as many. */
 static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
   return false
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, ...)                          \
@@ -252,17 +252,17 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_scale_exponent(bool is_bf16) {
   return is_bf16 ? 8 : 7;
 }
 
-/* Offset of (row r, column c) in the values of an FP8 tile. */
+/* Returns the offset of (row r, column c) in the values of an FP8 tile. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_offset(int32_t r, int32_t c) {
   return r * 128 + ((c / 16) ^ (r & 7)) * 16 + c % 8 / 2 * 4 + c % 2 + c % 16 / 8 * 2;
 }
 
-/* Scales per row of a 4-bit tile. */
+/* Returns the number of scales per row of a 4-bit tile. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_groups(moelora_format format) {
   return 1 + moelora_has_groups_of_32(format) + 3 * moelora_has_groups_of_16(format);
 }
 
-/* Bytes per scale. */
+/* Returns the bytes per scale. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
   return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1
          : moelora_has_f32_scales(format)                                  ? 4
@@ -289,12 +289,12 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {
                    (moelora_has_tile_scale(format) ? MOELORA_TILE_SCALE_BYTES : 0);
 }
 
-/* Offset in a tile of the 64 bytes that rows r and r + 8 share, for even r / 8. */
+/* Returns the offset of the 64 bytes that rows r and r + 8 of a 4-bit tile share, r / 8 even. */
 static MOELORA_CONSTEXPR int32_t moelora_words_offset(int32_t r) {
   return (r / 16 * 8 + r % 8) * 64;
 }
 
-/* Maximum size of a tile among the formats of a kernel. */
+/* Returns the maximum size of a tile among the formats of a kernel. */
 static MOELORA_CONSTEXPR int32_t moelora_max_tile_bytes(moelora_kernel_format kernel) {
   int32_t most = 0;
 #define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
@@ -312,7 +312,7 @@ static MOELORA_CONSTEXPR int32_t moelora_step_bytes(moelora_kernel_format kernel
                                                           : most;
 }
 
-/* Index of the scale (and zero) of row r and group g in a tile. */
+/* Returns the index of the scale and zero of row r and group g in a 4-bit tile. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, int32_t g) {
   return (r / 16 * 8 + r % 8) * 2 * groups + r / 8 % 2 * groups + g;
 }
@@ -335,7 +335,7 @@ static MOELORA_CONSTEXPR uint32_t moelora_spread_e2m1(uint32_t nibbles) {
          (nibbles >> 3 & 0x0c000c00u) | (nibbles << 2 & 0x40004000u);
 }
 
-/* The inverse, for a word or a vector of words. */
+/* The inverse of moelora_spread_e2m1(), for a word or a vector of words. */
 #define MOELORA_GATHER_E2M1(word)                                                                  \
   (((word) >> 12 & 0x00080008u) | ((word) >> 6 & 0x00070007u) | ((word) >> 5 & 0x00800080u) |      \
    ((word) << 1 & 0x00700070u) | ((word) << 2 & 0x88008800u) | ((word) << 8 & 0x07000700u) |       \

@@ -8,7 +8,8 @@ typedef enum moelora_log_level {
   MOELORA_LOG_SHAPES, /* also the arguments of every call, printed by the Python layer */
 } moelora_log_level;
 
-/* Read once per process. An unknown value is reported on stderr and disables logging. */
+/* Returns the level, which is read once per process. An unknown value is reported on stderr and
+ * disables logging. */
 moelora_log_level moelora_log(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* Names of enumerators, for messages. */
+/* Returns the names of enumerators, for messages. */
 #include "core/check.h"
 #include "core/format.h"
 

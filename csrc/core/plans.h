@@ -219,7 +219,7 @@ typedef struct moelora_projection_plan {
   bool quantizes_x;       /* a preceding launch quantizes x to e4m3 */
   bool quantizes_vectors; /* that launch uses 16-byte accesses */
   bool stores_e4m3;       /* the epilogue quantizes outputs to e4m3 x of the next projection */
-  bool stores_out;        /* the epilogue stores outputs in 16 bits */
+  bool stores_out;        /* the epilogue stores 16-bit outputs */
   int64_t num_counters;   /* of the tile scheduler */
   int32_t l2_elements;    /* elements of x that stay in L2 while weights are streamed */
   bool weights_again;     /* several clusters read the weights of an average expert */

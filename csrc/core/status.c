@@ -1,4 +1,4 @@
-/* Error message of a thread, and failures common to all backends. */
+/* The error message of a thread, and failures that all backends report. */
 #include <stdarg.h>
 #include <stdio.h>
 

@@ -1,7 +1,7 @@
 /* Validates the LoRA factors of a projection. */
 #include "core/check.h"
 
-/* Checks a factor [max_loras, E or 1, *, *] of the dtype of `like`. */
+/* Checks a factor [max_loras, E or 1, *, *], which must have the dtype of `like`. */
 static moelora_status check_factor(moelora_arg arg, moelora_arg like, const moelora_factors_arg *of,
                                    const char *layout, moelora_factor *factor) {
   const moelora_tensor *t = arg.tensor;

@@ -56,8 +56,7 @@ static inline float moelora_tanh_slope(float x) {
   return 4.0f * r * (1.0f - r);
 }
 
-/* tanh is computed by exp from this argument on, and below, to avoid cancellation, by a
- * polynomial. */
+/* From this argument on, exp computes tanh; below, where that would cancel, a polynomial does. */
 #define MOELORA_TANH_SPLIT 0.625f
 
 /* Returns cap tanh(x / cap) to 3 ulp, and its derivative; `inverse` = 1 / cap must be normal. The

@@ -61,8 +61,7 @@ static int64_t rows_at_once(const moelora_cpu_kernels *kernels) {
   return kernels->matrix ? MOELORA_MATRIX_ROWS : MOELORA_DOT_N;
 }
 
-/* Adds sums[j], times both scales, to c[columns[j]]; adjacent: to MOELORA_DOT_N adjacent
- * columns. */
+/* Adds sums[j], times both scales, to c[columns[j]]; adjacent: MOELORA_DOT_N adjacent columns. */
 static inline __attribute__((always_inline)) void add_sums(const pass *p, const float *sums,
                                                            float x_scale, bool adjacent, float *c) {
   for (int64_t j = 0; j < (adjacent ? MOELORA_DOT_N : p->count); j++) {
