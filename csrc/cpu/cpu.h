@@ -157,8 +157,7 @@ struct moelora_projection {
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
 
-/* tile.c: stores pointers to the rows of x that adapters read, for sorted rows [first, first +
- * m). */
+/* tile.c: stores pointers to rows of x for adapters, for sorted rows [first, first + m). */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
 /* tile.c: the same for the rows of x that w reads, to scratch->x; if x is e4m3, also stores

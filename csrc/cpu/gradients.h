@@ -8,7 +8,7 @@
 typedef struct moelora_columns {
   const float *rows;
   int64_t stride;
-  bool by_token; /* row p belongs to token p / top_k; otherwise to a sorted position */
+  bool by_token; /* one row per token, p / top_k; otherwise in sorted order */
   int64_t count;
 } moelora_columns;
 

@@ -7,8 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* XCR0 bits: AVX: SSE and AVX state; AVX512: also opmask and both halves of the ZMM state; AMX:
- * configuration and data of tiles. */
+/* XCR0 bits for AVX (SSE and AVX state), AVX-512 (also opmask and both halves of the ZMM state),
+ * and AMX (configuration and data of tiles). */
 enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
 /* CPUID leaf 7, EDX: bf16 products, and tiles. */
 enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
