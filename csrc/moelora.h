@@ -544,9 +544,9 @@ bool moelora_variant_usable(int32_t index);
  * MOELORA_FORCE_VARIANT sets the initial list; if it names an unknown variant, or two of one role,
  * every operator fails. */
 moelora_status moelora_force_variant(const char *names);
-/* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that also
- * run on GPUs of this one; 0 removes the limit. The environment variable MOELORA_MAX_CC sets the
- * initial limit; if it is not a valid number, every gemm and layer fails. */
+/* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that GPUs
+ * of this capability also run; 0 removes the limit. The environment variable MOELORA_MAX_CC sets
+ * the initial limit; if it is not a valid number, every gemm and layer fails. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs
  * `variant`, unless a plan with fewer tokens suffices; the plan with most tokens also serves

@@ -147,7 +147,7 @@ moelora_activation_terms_of(const moelora_activation_problem *p) {
   return t;
 }
 
-/* silu(gate) * up without limits. */
+/* Returns the problem of silu(gate) * up, without limits. */
 static inline moelora_activation_problem moelora_silu_problem(void) {
   moelora_activation_problem p = {MOELORA_SILU, 1.f, INFINITY, INFINITY, 0.f, 0.f};
   return p;

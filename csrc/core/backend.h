@@ -104,9 +104,9 @@ int32_t moelora_workers(const moelora_exec *exec);
 /* device.c: returns the cached properties of a device that moelora_find_device has found. */
 const moelora_device_info *moelora_known_device(moelora_device device, int32_t index);
 
-/* status.c: clears this thread's message. */
+/* status.c: clears this thread's error message. */
 void moelora_clear_error(void);
-/* Records this thread's message and returns `status`. */
+/* status.c: records this thread's error message and returns `status`. */
 moelora_status moelora_fail(moelora_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 

@@ -221,7 +221,7 @@ typedef struct moelora_factors_arg {
 
 /* validate_weights.c: describes the factors of a projection with weights. */
 moelora_factors_arg moelora_factors_of(const moelora_weights_arg *arg, int32_t most);
-/* validate_factors.c: describes those of a projection without weights. */
+/* validate_factors.c: describes the factors of a projection without weights. */
 moelora_factors_arg moelora_factors_alone(moelora_arg x, int32_t num_experts, int32_t most);
 /* validate_factors.c: checks all slices of a field. */
 moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora *lora,
@@ -239,8 +239,8 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
 moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 
-/* validate_routing.c: fill the routes, after the views are checked. The first two name M, top_k
- * and M * top_k, the third max_loras. */
+/* validate_routing.c: fill the routes, after the views are checked. The first two define the sizes
+ * M, top_k and M * top_k, the third max_loras. */
 moelora_status moelora_take_routing(moelora_arguments *all, const moelora_routing *routing,
                                     bool need_weights, moelora_routes *routes);
 moelora_status moelora_take_rows(moelora_arguments *all, moelora_extent tokens,
@@ -248,9 +248,9 @@ moelora_status moelora_take_rows(moelora_arguments *all, moelora_extent tokens,
                                  bool need_weights, moelora_routes *routes);
 void moelora_take_adapters(moelora_arguments *all, const moelora_adapters *adapters,
                            moelora_routes *routes);
-/* If no row has an adapter, adapter tables are not read. */
+/* Drops the adapter tables if no row has an adapter. */
 void moelora_drop_unused_tables(moelora_routes *routes);
-/* Requires row numbers of 32 bits after the rows of each expert, or of each expert and adapter, are
+/* Requires that row numbers fit 32 bits after the rows of each expert, or (expert, adapter), are
  * padded to whole blocks. */
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
                                          const moelora_routes *routes, bool by_adapter);

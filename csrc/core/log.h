@@ -8,8 +8,7 @@ typedef enum moelora_log_level {
   MOELORA_LOG_SHAPES, /* also the arguments of every call, printed by the Python layer */
 } moelora_log_level;
 
-/* Returns the level, which is read once per process. An unknown value is reported on stderr and
- * disables logging. */
+/* Returns the level, read once per process. An unknown value is reported and disables logging. */
 moelora_log_level moelora_log(void);
 
 #endif

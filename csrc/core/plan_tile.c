@@ -112,8 +112,8 @@ static bool trains_on_hopper(const moelora_access *access) {
            moelora_is_e4m3_kernel(access->second));
 }
 
-/* Hopper kernels address rows of gathered x by 32-bit offsets in units of 16 bytes; portable
- * kernels store the row stride in an int32. */
+/* Whether the kernel can address all rows of x. Hopper kernels gather rows by 32-bit offsets in
+ * units of 16 bytes; portable kernels store the row stride in an int32. */
 static bool reaches_rows(const moelora_variant *v, const moelora_access *access) {
   const bool sm90 = v->needs == MOELORA_SM90;
   int64_t stride = access->x_stride;
@@ -165,7 +165,7 @@ static void keep(tile_list list, const moelora_tile *best, const char *why_not) 
       t->why_not = why_not;
 }
 
-/* For few tokens, keeps the first row that runs the whole layer. */
+/* For few tokens, keeps the first whole-layer kernel; otherwise rejects all of them. */
 static void keep_layer(tile_list list, bool few) {
   const moelora_tile *layer = NULL;
   for (moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {

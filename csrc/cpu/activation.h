@@ -77,7 +77,7 @@ static inline float moelora_soft_cap(float x, float cap, float inverse, float *s
 #define MOELORA_ACTIVATION_MATH
 #include "core/activation.h"
 
-/* gate[i] = f(gate[i], up[i]); `up` is not read if the activation is not gated. */
+/* Computes gate[i] = f(gate[i], up[i]); `up` is not read if the activation is not gated. */
 static inline void moelora_activate(const moelora_activation_problem *activation,
                                     float *restrict gate, const float *restrict up, int64_t n) {
   const moelora_activation_terms terms = moelora_activation_terms_of(activation);
@@ -92,8 +92,8 @@ static inline void moelora_activate(const moelora_activation_problem *activation
   }
 }
 
-/* h[i] = f(gate[i], up[i]); replaces gate[i] and up[i] by their gradients, given the gradient dh[i]
- * of h[i]. `up` is neither read nor written if the activation is not gated. */
+/* Computes h[i] = f(gate[i], up[i]), and replaces gate[i] and up[i] by their gradients, given the
+ * gradient dh[i] of h[i]. `up` is neither read nor written if the activation is not gated. */
 static inline void moelora_activate_backward(const moelora_activation_problem *activation,
                                              float *restrict gate, float *restrict up,
                                              const float *restrict dh, float *restrict h,

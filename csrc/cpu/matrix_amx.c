@@ -36,7 +36,7 @@ static void leave(void) {
   _tile_release();
 }
 
-/* Transposes 16 x 16 lanes of 32 bits. */
+/* Transposes 16 x 16 32-bit lanes. */
 static inline void transpose(__m512i r[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -113,7 +113,7 @@ static void copy_step(const weight_rows *w, int64_t byte, int64_t left) {
     _tile_loadd(TILE, (W)->copy, 64);                                                              \
   }
 
-/* sums [tokens / 16][weights / 16][16 weight rows][16 token rows] */
+/* Computes sums [token tile][weight tile][16 weight rows][16 token rows]. */
 static inline __attribute__((always_inline)) void
 multiply_block(const bool two_weights, const bool two_tokens, int64_t k, const weight_rows w[2],
                const char *x, int64_t panel_bytes, float sums[2][2][ROWS * ROWS]) {
