@@ -69,7 +69,7 @@ typedef struct moelora_activation_problem {
   float inverse_alpha, inverse_limit; /* SOFT_CAPPED: reciprocals of the caps */
 } moelora_activation_problem;
 
-/* `kind` is NAME, if CONDITION holds for its row; other rows generate no code. */
+/* Or-term: whether `kind` is NAME and CONDITION holds; a false CONDITION generates no code. */
 #define MOELORA_ACTIVATION_WHERE(CONDITION, NAME) || ((CONDITION) && kind == MOELORA_##NAME)
 
 /* Whether w13 has up rows. */

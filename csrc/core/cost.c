@@ -52,7 +52,7 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
 #define L2_BYTES 20.7
 #define SHARED_BYTES 116.  /* the peak is 128 */
 #define DEQUANTIZED 25.    /* weights */
-#define TENSOR_SHARE 0.81  /* of the peak: wgmma, or mma.sync where nothing newer exists */
+#define TENSOR_SHARE 0.81  /* of the peak: wgmma, or mma.sync on GPUs with nothing newer */
 #define MMA_SYNC_SHARE 0.5 /* of the peak, mma.sync on newer GPUs */
 #define FP8_RATE 1.6       /* relative to 16-bit, with promotion of partial sums */
 #define UNHIDDEN 0.5       /* share of the faster resources' time that one resident CTA exposes */

@@ -59,7 +59,7 @@ static MOELORA_CONSTEXPR moelora_values moelora_values_of(moelora_format format)
       MOELORA_VALUES_NATIVE;
 }
 
-/* `format` is NAME, if CONDITION holds for its row; other rows generate no code. */
+/* Or-term: whether `format` is NAME and CONDITION holds; a false CONDITION generates no code. */
 #define MOELORA_WHERE(CONDITION, NAME) || ((CONDITION) && format == MOELORA_##NAME)
 
 static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {

@@ -17,7 +17,7 @@ enum {
   BLOCK_SHARES = 8,   /* work units per block and tile of ranks */
   SHARE_ITEMS = 32,   /* maximum items of a work unit: items.cuh */
   THIN_SHARES = 2,    /* work units per block with a row or two: more would delay the next GEMM */
-  LISTED_KEYS = 4096, /* maximum of listed segments that every CTA searches for its items */
+  LISTED_KEYS = 4096, /* maximum number of listed segments: every CTA counts the items of all */
   NARROW_LONG_ROWS = 320, /* windows: rows per expert from which narrow segments count as long */
   LONG_WINDOW_ROWS = 8,   /* windows: minimum rows per SM for whole segments */
   MANY_SEGMENTS = 6,      /* per SM */

@@ -1,7 +1,7 @@
 /* Rounds float32 factors to the 16-bit dtype of a call, each to a contiguous copy. */
 #include "cpu/cpu.h"
 
-/* The rows [max_loras, experts, rows] of one factor, of `columns` values each. */
+/* One factor [max_loras, experts, rows, columns]; a task rounds a row. */
 typedef struct round_tasks {
   const moelora_variant *variant;
   const moelora_factor *from;
