@@ -25,8 +25,8 @@ typedef moelora_status moelora_back_launcher(const struct moelora_back_launch *g
   moelora_back_launcher moelora_cuda_back_bf16_##STEM, moelora_cuda_back_f16_##STEM;
 #include "cuda/variants.inc"
 
-/* By variant id; NULL if the variant is not built (MOELORA_VARIANTS) or has another role. Saving
- * launchers also store values before the activation, of activated projections. */
+/* Launchers by variant id; NULL if the variant is not built (MOELORA_VARIANTS) or has another role.
+ * Saving launchers run activated projections and also store the values before the activation. */
 extern moelora_gemm_launcher *const moelora_cuda_gemm_launchers[MOELORA_CUDA_ROWS];
 extern moelora_gemm_launcher *const moelora_cuda_saving_launchers[MOELORA_CUDA_ROWS];
 extern moelora_back_launcher *const moelora_cuda_back_launchers[MOELORA_CUDA_ROWS];

@@ -1,5 +1,5 @@
-/* Activations on a GPU: core/activation.h, and its forward in PTX. Epilogues are unrolled over all
- * outputs of a thread, so they branch on the form of the activation once. */
+/* Activations on a GPU: includes core/activation.h and adds the forward in PTX. Epilogues are
+ * unrolled over all outputs of a thread, so they branch on the form of the activation once. */
 #ifndef MOELORA_CUDA_ACTIVATION_CUH
 #define MOELORA_CUDA_ACTIVATION_CUH
 
@@ -65,10 +65,10 @@ struct Activation {
   }
 };
 
-/* Gradients that kernels are compiled for: one form, or any of the others. */
+/* Kinds of gradients for which kernels are compiled: a single form, or any of the others. */
 enum class GradientKind { SILU, GATED, OTHER };
 
-/* Returns whether the gradient has the form GATED, or SILU. */
+/* Returns whether the gradient is of kind GATED or SILU. */
 __device__ __forceinline__ bool has_gated_gradient(const moelora_activation_terms &p) {
   return p.gated && !p.soft_capped;
 }

@@ -20,14 +20,14 @@ template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_
   return Element<T>::to_float(value);
 }
 
-/* 16 outputs of eight tokens as accumulators have them: pairs of this lane's two tokens, of outputs
- * lane / 4 and lane / 4 + 8. */
+/* 16 outputs of eight tokens in the layout of accumulators: a register holds one output, lane / 4
+ * or lane / 4 + 8, of this lane's two tokens. */
 template <class T> struct BackOutputs {
-  uint32_t gate[2], up[2]; // before: of the forward; afterwards: their gradients
+  uint32_t gate[2], up[2]; // of the forward; `apply` replaces them by their gradients
   uint32_t h[2];
   float dt[2] = {0.f, 0.f};
 
-  /* v[4]: the accumulator of an m16n8 tile; gradient: see with_gradient. */
+  /* Applies `gradient` (see with_gradient) to v, the accumulators of an m16n8 tile. */
   template <class Gradient>
   __device__ __forceinline__ void apply(const float *v, float2 weight, Gradient gradient) {
 #pragma unroll
@@ -40,7 +40,7 @@ template <class T> struct BackOutputs {
       gate[m8] = pack2<T>(g[0], g[1]);
       up[m8] = pack2<T>(u[0], u[1]);
       h[m8] = opaque(
-          pack2<T>(outputs[0], outputs[1])); // rounding each half by itself would take longer
+          pack2<T>(outputs[0], outputs[1])); // otherwise each half would be rounded by itself
       dt[0] += v[2 * m8] * element_of<T, 0>(h[m8]);
       dt[1] += v[2 * m8 + 1] * element_of<T, 1>(h[m8]);
     }
@@ -84,9 +84,9 @@ struct BackRow {
   }
 };
 
-/* 16 outputs of eight tokens, starting at the warp's `first`: v[4] is the accumulator of an m16n8
- * tile, `weight` the routing weights of this lane's two tokens. Returns their parts of dt, in all
- * lanes. */
+/* 16 outputs of eight tokens, from output `first` on. `finish` takes the accumulators v[4] of an
+ * m16n8 tile and the routing weights of this lane's two tokens; it returns the parts of dt of these
+ * two tokens. */
 template <class T, bool VECTORS> struct BackTile {
   GateUpPair<VECTORS> pairs[2]; // of outputs 0 to 7, 8 to 15
 
@@ -124,8 +124,8 @@ template <class T, bool VECTORS> struct BackTile {
   }
 };
 
-/* Stores an m64 tile's accumulators d for eight tokens, starting at `position`, of which `count`
- * are valid. */
+/* Applies the gradient to an m64 tile's accumulators d of eight tokens, starting at `position`, of
+ * which `count` are valid, and stores the results. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
                                               int first, int64_t position, int count) {

@@ -1,6 +1,6 @@
-/* Quantization to e4m3. A lane has 16 neighboring columns of a row; eight lanes have a scale group
- * of 128. Within 16 columns, bytes are stored in the order of weight tiles: columns 2q, 2q + 1, 2q
- * + 8, 2q + 9 for q = 0..3. */
+/* Quantizes to e4m3. A lane has 16 neighboring columns of a row; eight lanes have a scale group of
+ * 128. The bytes of 16 columns are stored in the order of weight tiles: columns 2q, 2q + 1, 2q + 8,
+ * 2q + 9 for q = 0..3. */
 #ifndef MOELORA_CUDA_E4M3_CUH
 #define MOELORA_CUDA_E4M3_CUH
 
@@ -24,7 +24,7 @@ struct FloatColumns {
   float v[16];
 };
 
-/* Masks the upper element of a bf16 pair: the compiler's conversion takes two instructions. */
+/* Converts to float32. Masks the upper element of a bf16 pair, to save an instruction. */
 template <class T> __device__ __forceinline__ FloatColumns to_floats(const PackedColumns &c) {
   FloatColumns n;
   for (int i = 0; i < 16; i++) {
@@ -50,8 +50,8 @@ template <int LANES> __device__ __forceinline__ float max_over_lanes(float most)
 }
 
 /* Returns v / by, correctly rounded, given inverse = 1 / by: a product and one correction step, as
- * in the compiler's division but without its special cases. Callers pass 0 if `by` is not finite.
- */
+ * in the compiler's division but without its special cases. If `by` is not finite, callers pass
+ * inverse 0. */
 __device__ __forceinline__ float divide_rounded(float v, float by, float inverse) {
   const float near = v * inverse;
   return fmaf(-fmaf(near, by, -v), inverse, near);

@@ -23,7 +23,7 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
 }
 
 /* Compile-time mode of an epilogue. An epilogue is unrolled over all outputs of a thread, so a
- * run-time option is tested once per output, and the code of all options would not fit the
+ * run-time option would be tested once per output, and the code of all options would not fit the
  * instruction cache. */
 enum class EpilogueMode {
   GENERAL, // all options
@@ -33,7 +33,7 @@ enum class EpilogueMode {
   DACT,    // backward: gradient of the activation
 };
 
-/* Per-thread state of an epilogue: bias[2 half + m8] of the thread's four rows. */
+/* Per-thread state of an epilogue: bias[2 i + m8] is that of row lane / 4 + 8 m8 of m64 tile i. */
 template <class E, EpilogueMode MODE> struct Epilogue {
   float bias[4];
   Activation activation;
@@ -57,15 +57,15 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Called before `apply_activation`, for all tokens: adds the bias and applies relu^2. Options
-   * that most layers lack are skipped by one branch, rather than by one branch per output. */
+  /* Adds the bias of all tokens and applies relu^2, before `apply_activation`. An option that most
+   * layers lack is skipped by one branch, rather than by one branch per output. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     add_bias<T, N>(d, g);
     square<N>(d, g);
   }
 
-  /* begin() calls these two. */
+  /* The two steps of `begin`; epilogues that save values do so between them. */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
@@ -104,7 +104,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     for (int first = 0; first < N; first += 32) {
       const float here = routed_weight<E>(g, block, first + lane);
 #pragma unroll
-      for (int i = 0; i < 8 && first + 4 * i < N; i++) { // each of a thread's two tokens in four n8
+      for (int i = 0; i < 8 && first + 4 * i < N; i++) { // two tokens in each of four n8 tiles
         const float weight = __shfl_sync(0xffffffffu, here, i / 2 * 8 + (lane & 3) * 2 + i % 2);
         const int at = (first / 8 + i / 2) * 4 + i % 2;
         d[0][at] *= weight, d[0][at + 2] *= weight;

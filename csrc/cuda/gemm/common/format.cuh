@@ -6,12 +6,12 @@
 #include "core/format.h"
 #include "cuda/ptx/arithmetic.cuh"
 
-/* Traits of kernel format KERNEL. Several storage formats may share a kernel format; members that
- * take a `format` argument depend on the run-time one, and are constants if there is only one. */
+/* Traits of kernel format KERNEL. Several storage formats may share a kernel format; members with a
+ * `format` argument depend on the storage format, and are constants if there is only one. */
 template <moelora_kernel_format KERNEL> struct FormatTraits {
-  static constexpr moelora_format FORMAT = moelora_format_of_kernel(KERNEL); // of the values
-  // Weights have the dtype of x, in rows or packed tiles of 64 x 64; otherwise in the quantized
-  // tiles described in moelora.h.
+  static constexpr moelora_format FORMAT = moelora_format_of_kernel(KERNEL); // one of its formats
+  // Weights have the dtype of x, in rows or packed tiles of 64 x 64. Otherwise they are quantized,
+  // in the tiles described in moelora.h.
   static constexpr bool IS_NATIVE = !moelora_is_quantized(FORMAT);
   static constexpr bool IS_FOUR_BITS = moelora_is_four_bits(FORMAT);
   static constexpr bool IS_FP8 = moelora_is_fp8(FORMAT);
@@ -29,15 +29,15 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr int TILE_VALUES = IS_FP8 ? MOELORA_FP8_TILE_VALUES : MOELORA_TILE_VALUES;
   static constexpr int MAX_TILE_BYTES = moelora_max_tile_bytes(KERNEL);
   static constexpr int SCALE_BYTES = moelora_scale_bytes(FORMAT);
-  // Maximum bytes of a tile without its scale.
+  // Maximum bytes of a tile without its tile scale.
   static constexpr int MAX_ROW_BYTES =
       MAX_TILE_BYTES - (moelora_has_tile_scale(FORMAT) ? MOELORA_TILE_SCALE_BYTES : 0);
 
-  /* Power of two by which accumulators are scaled up in the epilogue. */
+  /* The epilogue multiplies accumulators by 2^DEFERRED_EXPONENT. */
   template <class T>
   static constexpr int DEFERRED_EXPONENT = moelora_deferred_exponent(FORMAT, Element<T>::is_bf16);
 
-  // Numbers of codes are tabulated in the precision of x, scales are float32.
+  // A table maps codes to numbers in the precision of x; scales are float32.
   static constexpr bool IS_LOOKED_UP = moelora_is_looked_up(moelora_values_of(FORMAT));
 
   // The accumulators are multiplied by a float32 scale of the tile after the K loop.
@@ -53,7 +53,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
-  /* Factor of the accumulators, from a tile in shared or in global memory. */
+  /* Returns the factor of the accumulators, given a tile in shared or in global memory. */
   template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
     return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
   }
@@ -84,13 +84,13 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
  *   value<I>(word) */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct SlabScales;
 
-/* Packed product a * b. A product of 0 and a negative number is -0. */
+/* Returns the packed product a * b. A product of 0 and a negative number is -0. */
 template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
   constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
   return fma2<T>(a, b, NEGATIVE_ZEROS);
 }
 
-/* +-2^EXPONENT in both halves. */
+/* Returns 2^EXPONENT, or its negative if NEGATIVE, in both halves. */
 template <class T, int EXPONENT, bool NEGATIVE = false>
 __device__ __forceinline__ constexpr uint32_t power_of_two() {
   constexpr bool IS_BF16 = Element<T>::is_bf16;
@@ -121,8 +121,8 @@ struct LaneOffsets {
   }
 
 private:
-  /* values: address for ldmatrix.x4, 16 bytes of row lane % 16 in k16 slab lane / 16 (see
-   * moelora_fp8_offset). */
+  /* `values` is the offset that ldmatrix.x4 needs: of the warp's row lane % 16, k16 slab lane / 16
+   * (see moelora_fp8_offset). */
   static __device__ __forceinline__ LaneOffsets fp8_offsets(int warp, moelora_format format) {
     const int lane = threadIdx.x & 31, row = warp * 16 + (lane & 15);
     const int of_row = moelora_has_row_scales(format) ? warp * 16 + lane / 4 : 0;
@@ -162,8 +162,8 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     scales.load(scale, zero, format);
   }
 
-  /* Dequantizes k16 slab SLAB to what a tile stands for, rounded once: with the factors that
-   * accumulators get after the K loop. The tile is in shared memory. */
+  /* Dequantizes k16 slab SLAB, rounding once, and applies the factors that accumulators otherwise
+   * get after the K loop. `tile` is in shared memory. */
   template <int SLAB>
   __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t tile) const {
     if constexpr (F::IS_LOOKED_UP) {
@@ -179,7 +179,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     }
   }
 
-  /* Applies the factors that accumulators get after the K loop; the tile is in shared memory. */
+  /* Applies the factors that accumulators otherwise get after the K loop. */
   static __device__ __forceinline__ uint32_t whole(uint32_t value, uint32_t tile) {
     if constexpr (F::HAS_TILE_SCALE) {
       const float by = F::template tile_scale<T>(tile);
@@ -200,7 +200,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
 
 /* Fragment of half of an FP8 tile, 64 elements of K. Its k16 slabs are dequantized in order. */
 template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS> {
-  uint32_t words[4]; // of r and r + 8, in an even slab; then in the next slab
+  uint32_t words[4]; // rows r and r + 8 of an even slab, then of the next slab
   uint32_t values;   // shared memory address for ldmatrix of slabs 0 and 1
   uint32_t scales;   // packed: of r and of r + 8
 

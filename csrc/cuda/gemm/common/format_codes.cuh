@@ -1,5 +1,4 @@
-/* Dequantizes codes that stand for any 16 numbers, with a float32 scale for a group, to bf16 or
- * fp16.
+/* Dequantizes 4-bit codes of arbitrary numbers, with a float32 scale per group, to bf16 or fp16.
  *
  * prmt looks up four codes at once, one byte of their numbers at a time: the low three bits of a
  * code select one of eight entries, and bit 3 chooses between two such results. In bf16, codes q
@@ -7,9 +6,9 @@
  * codes of a word in the order of the values of registers a0 to a3: one more prmt joins low and
  * high bytes to a register.
  *
- * The number is code scale, rounded once, but for the code, which has the precision of T: numbers
- * are tabulated in a unit in which they nearly are numbers of T. The scale, divided by the unit, is
- * the sum of two numbers of T: code high + (code low). */
+ * A value is number * scale, rounded once after the number itself is rounded to T. The unit of the
+ * table makes the numbers nearly exact in T. The scale, divided by the unit, is split into a sum of
+ * two values of T: the value is number * high + (number * low). */
 #ifndef MOELORA_CUDA_FORMAT_CODES_CUH
 #define MOELORA_CUDA_FORMAT_CODES_CUH
 
@@ -25,16 +24,16 @@ static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
   return 0;
 }
 
-/* The unit of a table, over the smallest normal number of T. Of NF4 it is the one with the least
- * sum of squared rounding errors, which is 0.35 (bf16) and 0.16 (fp16) of that of a power of two;
- * in units of 4/3 FP4 is exact. In bf16 the smallest numbers have the exponent of 0, as their high
- * byte is also that of 0. */
+/* Returns the entry of a table for the number 1, in units of the smallest normal number of T. For
+ * NF4 it minimizes the sum of squared rounding errors, to 0.35 (bf16) and 0.16 (fp16) of that of a
+ * power of two; FP4 is exact with 3/4 of a power of two. In bf16 the smallest numbers have the
+ * exponent of 0, as they share their high byte with 0. */
 template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
   return Element<T>::is_bf16 ? (values == MOELORA_VALUES_BNB_FP4 ? 24 : 1.4370041f * 8)
                              : (values == MOELORA_VALUES_BNB_FP4 ? 0.75f : 1.6776886f) * (1 << 14);
 }
 
-/* Bits in T of the magnitude of a number, in units of the smallest normal one. */
+/* Returns the bits in T of the magnitude of a number, in units of the smallest normal one. */
 template <class T> MOELORA_CONSTEXPR uint32_t bits_of(float number) {
   constexpr int MANTISSA = Element<T>::is_bf16 ? 7 : 10;
   double rest = number < 0 ? -(double)number : number;
@@ -44,13 +43,13 @@ template <class T> MOELORA_CONSTEXPR uint32_t bits_of(float number) {
   return ((uint32_t)exponent << MANTISSA) + (uint32_t)(rest * (1 << MANTISSA) + 0.5); // may carry
 }
 
-/* Bits in T of the number of a code. 0 has the sign of code + 8. */
+/* Returns the bits in T of the number of a code. 0 has the sign of code + 8. */
 template <class T> MOELORA_CONSTEXPR uint32_t code_bits(moelora_values values, int code) {
   return (code_number(values, code | 8) < 0 ? 0x8000u : 0u) +
          bits_of<T>(code_number(values, code) * code_unit<T>(values));
 }
 
-/* Bytes BYTE (0: low) of the numbers of four codes, from `first` on. */
+/* Returns byte `byte` (0: low) of the numbers of each of four codes, from `first` on. */
 template <class T>
 MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte) {
   uint32_t word = 0;
@@ -59,14 +58,14 @@ MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte
   return word;
 }
 
-/* Whether codes q and q + 8 have the same high byte. */
+/* Returns whether codes q and q + 8 have the same high byte. */
 template <class T> MOELORA_CONSTEXPR bool share_high_bytes(moelora_values values) {
   return code_bytes<T>(values, 0, 1) == code_bytes<T>(values, 8, 1) &&
          code_bytes<T>(values, 4, 1) == code_bytes<T>(values, 12, 1);
 }
 
-/* Holds the numbers of each type of codes in one cache line: a load by code is one access, where an
- * array in a function would be written to local memory by each call. */
+/* Holds the numbers of each type of codes in one cache line: a load by code is one access, while
+ * each call would write an array in a function to local memory. */
 static __device__ const float code_numbers[][16] = {
 #define MOELORA_CODES(VALUES, ...) {__VA_ARGS__},
 #include "formats.inc"
@@ -74,7 +73,7 @@ static __device__ const float code_numbers[][16] = {
 
 /* The table of a format, and the scales of rows r and r + 8 in the halves of registers. */
 template <class T> struct CodeScales {
-  static constexpr bool SHARED = Element<T>::is_bf16; // high bytes
+  static constexpr bool SHARED = Element<T>::is_bf16; // q and q + 8 share a high byte
   static_assert(!SHARED || (share_high_bytes<T>(MOELORA_VALUES_NF4) &&
                             share_high_bytes<T>(MOELORA_VALUES_BNB_FP4)));
 
@@ -101,7 +100,7 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(1, 2)
     MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
-    // 1 / unit; the products are to be multiplied by 2^DEFERRED.
+    // Divided by code_unit: 1 / unit, without the 2^DEFERRED that accumulators get later.
     constexpr float ONE = Element<T>::is_bf16 ? 0x1p102f : 0x1p14f;
     static_assert(FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> ==
                   (Element<T>::is_bf16 ? 126 - 102 : 0));
@@ -111,7 +110,7 @@ template <class T> struct CodeScales {
     absmax[1] = __uint_as_float(load_shared_4(at + 4));
     const float r = absmax[0] * unit, r8 = absmax[1] * unit;
     if constexpr (Element<T>::is_bf16) {
-      high = __byte_perm(__float_as_uint(r), __float_as_uint(r8), 0x7632); // towards zero
+      high = __byte_perm(__float_as_uint(r), __float_as_uint(r8), 0x7632); // truncates
       low = pack2<T>(r - upper_half(r), r8 - upper_half(r8));
     } else {
       high = pack2<T>(r, r8);

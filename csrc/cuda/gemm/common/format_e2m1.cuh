@@ -1,5 +1,5 @@
-/* Dequantizes e2m1 to bf16 or fp16: MXFP4 with one rounding, NVFP4 exactly, without the scale of
- * the tensor.
+/* Dequantizes e2m1 to bf16 or fp16: MXFP4 with one rounding; NVFP4 exactly, but without the scale
+ * of the tensor.
  *
  * The bits of a value become the sign, the lowest exponent bits and the highest mantissa bits of a
  * 16-bit float. The result is too small by 2^126 (bf16) or 2^14 (fp16), which scales compensate.
@@ -61,8 +61,8 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_MXFP4, T, ZEROS>
  * shift converts them to 16-bit floats. The product of a value and its scale is too small by
  * 2^TILE_SCALE_EXPONENT; the accumulators are multiplied by that and by the scale of the tensor. */
 
-/* Converts two scales, too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96 in bf16, which is
- * harmless since the values are zero. */
+/* Converts two scales; the results are too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96
+ * in bf16, which is harmless since the values are zero. */
 template <class T> __device__ __forceinline__ uint32_t e4m3_group_scales(uint32_t two) {
   constexpr uint32_t EXPONENT = (127 + 118 - 22) << 7;
   return Element<T>::is_bf16 ? (two << 4) + EXPONENT * 0x10001u : two << 7;

@@ -11,9 +11,9 @@ template <class T> __device__ __forceinline__ uint32_t e4m3_scales(float low, fl
   return pack2<T>(low * UNIT, high * UNIT);
 }
 
-/* Dequantizes bytes 2 HALF and 2 HALF + 1 of a word with scale SCALE, rounding once. Each byte
- * moves to the low half of 16 bits whose high half is its sign: a shift then puts exponent and
- * mantissa in place, and the mask leaves one sign bit. */
+/* Dequantizes bytes 2 HALF and 2 HALF + 1 of a word with scale SCALE of `scales`, rounding once.
+ * prmt puts each byte below eight copies of its sign bit: a shift then aligns exponent and
+ * mantissa, and the mask keeps one sign bit. */
 template <class T, int HALF, int SCALE>
 __device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
   constexpr bool IS_BF16 = Element<T>::is_bf16;

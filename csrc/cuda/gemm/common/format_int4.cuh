@@ -9,8 +9,8 @@
 
 #include "cuda/gemm/common/format.cuh"
 
-/* Dequantizes nibbles I of both halves of a word by the scale and the zero point in half HALF of
- * `scales` and `zeros`, which are converted as GroupScales does. */
+/* Dequantizes nibbles I of both halves of a word with half HALF of `scales` and `zeros`, which
+ * `load` of GroupScales or SlabScales has converted. */
 template <class T, bool ZEROS, int I, int HALF>
 __device__ __forceinline__ uint32_t int4_values(uint32_t word, uint32_t scales, uint32_t zeros) {
   const uint32_t moved = I < 2 ? word : word >> 8;
@@ -33,8 +33,8 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
                       // second
   uint32_t zeros[2];  // added to nibbles; without ZEROS, added to products
 
-  /* Formats without zero points may pass any address. All formats take the same branch-free path;
-   * the byte selectors, which are uniform over tiles, pick the bytes. */
+  /* `zero` may be any address for formats without zero points. All formats take the same
+   * branch-free path; the byte selectors, which are uniform over tiles, pick the bytes. */
   __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, moelora_format format) {
     const bool halves = F::groups(format) == 2;
     [[maybe_unused]] const bool has_zeros = moelora_has_zeros(format);

@@ -1,13 +1,13 @@
-/* Rows of w13's outputs before the activation, saved by a forward and read by its backward: gate
- * and up, by flat row. Memory has the outputs of a row side by side, accumulators those of a token
- * in different lanes: movmatrix transposes 8 x 8 tiles, after which a lane has token lane / 4 and
- * outputs 2 (lane % 4) and the next. */
+/* Loads and stores gate and up before the activation, which a forward saves by flat row and its
+ * backward reads. Memory has the outputs of a row side by side, accumulators have the outputs of a
+ * token in different lanes. movmatrix transposes 8 x 8 tiles: a lane then has outputs 2 (lane % 4)
+ * and 2 (lane % 4) + 1 of token lane / 4. */
 #ifndef MOELORA_CUDA_GATE_UP_CUH
 #define MOELORA_CUDA_GATE_UP_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Layout of the rows: all gates before all ups, interleaved, or a single projection. */
+/* Layout of a row: all gates before all ups, interleaved, or a projection without a gate. */
 enum class GateUp { HALVES, INTERLEAVED, ONE };
 
 __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem &p) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ GateUp gate_up_form(const moelora_activation_problem 
                                           : GateUp::HALVES;
 }
 
-/* Loads or stores two neighboring elements of a row with `columns` columns. */
+/* Load or store two neighboring elements of a row with `columns` columns. */
 template <bool VECTORS>
 __device__ __forceinline__ uint32_t load_two(const uint16_t *row, int column, int columns,
                                              bool valid) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_two(uint16_t *row, int column, int columns
   }
 }
 
-/* Outputs `column` and the next of a row with `inter` outputs, of gate and of up. */
+/* Gate and up of outputs `column` and `column` + 1 of a row with `inter` outputs. */
 template <bool VECTORS> struct GateUpPair {
   uint32_t gate, up;
 
@@ -70,8 +70,8 @@ template <bool VECTORS> struct GateUpPair {
   }
 };
 
-/* Saves accumulators before the activation: for eight tokens (`row` is the flat row of this
- * lane's), the outputs of m64 tiles 2 row_group (d0) and the next (d1). */
+/* Saves the accumulators of eight tokens before the activation: d0 and d1 belong to the two m64
+ * tiles of `row_group`. `row` is the flat row of this lane's token. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void save_before(const float *d0, const float *d1,
                                             const moelora_gemm_launch &g, const Tile &tile,

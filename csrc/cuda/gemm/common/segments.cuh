@@ -6,8 +6,8 @@
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Segments: maximal runs of tokens in a block with the same adapter. Lane t of a warp holds tokens
- * t, t + 32, .... Every warp computes them redundantly. */
+/* Segments of a block: maximal runs of tokens with the same adapter. Lane t of a warp holds tokens
+ * t, t + 32, .... Each warp that needs the segments computes them. */
 template <int LANES> struct Segments {
   int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
   uint32_t starts[LANES];
@@ -142,7 +142,7 @@ template <class S> struct SegmentList {
   }
 };
 
-/* Iterates over a tile's slabs: by segment, slice, then 16 ranks. */
+/* Iterates over a tile's slabs, in the order of segments, slices, ranks. */
 struct SlabIterator {
   int segment = 0, slice = -1, rank = 0;
 

@@ -47,8 +47,8 @@ template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
 }
 
-/* Extents of a CTA's tile. If w is TRANSPOSED, rows of a LoRA factor A extend K, instead of rows of
- * B. */
+/* Extents of a CTA's tile. If TRANSPOSED, adapter stages hold rows of LoRA factor A instead of rows
+ * of B. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_ = MOELORA_KERNEL_NATIVE>
 struct Extent {
   static constexpr int TOKENS = TOKENS_, TILES = TILES_;
@@ -68,13 +68,13 @@ struct moelora_back_launch;
 template <class E>
 using LaunchOf = std::conditional_t<E::TRANSPOSED, moelora_back_launch, moelora_gemm_launch>;
 
-/* A half tile (`half` 1 or 2) has the first or second half of a column's m64 tiles, numbered from
- * 0; a whole tile has half 0. */
+/* Tile of a block and a column. `half` is 0 in a whole tile. A half tile (`half` 1 or 2) has the
+ * first or second half of the column's m64 tiles, which it numbers from 0. */
 struct Tile {
   int32_t block, column, expert, half;
 };
 
-/* Returns the output of row 0 of an m64 tile; row r is output first + r. */
+/* Returns the output of row 0 of an m64 tile; consecutive rows compute consecutive outputs. */
 template <class E>
 __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const Tile &tile,
                                             int m64) {
@@ -160,8 +160,8 @@ template <class E> __host__ __device__ inline int tile_columns(const moelora_gem
   return (g.weights.n_out + outputs - 1) / outputs;
 }
 
-/* Returns tile `index` in an order over `clusters` clusters of CLUSTER blocks, of which block
- * `from` is the first; `block` is the cluster's first block. */
+/* Returns tile `index` of `clusters` clusters of CLUSTER blocks, which start at block `from`. The
+ * `block` of the tile is the first one of its cluster. */
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
                                         int clusters, int from = 0) {
@@ -195,14 +195,14 @@ __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, in
   }
 }
 
-/* Returns tile `index` in an order over all columns of a group of blocks of one expert, then of the
- * next group: concurrent CTAs share weights (blocks) and token rows (columns) in L2. Needs a warp,
- * and takes time that only large tiles can hide. */
+/* Returns tile `index` in an order that covers all columns of a group of blocks, all of one expert,
+ * before the next group: concurrent CTAs share weights (blocks) and token rows (columns) in L2.
+ * Called by a warp; only large tiles can hide its latency. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
-  // Each column reads the tokens of the group again, so the group is sized for its tokens to stay
-  // in L2 (a quarter of it) while weights stream through. Weights are read once per group.
+  // Each column reads the tokens of the group again, so they must stay in L2 while weights stream
+  // through: they may fill a quarter of it. Weights are read once per group.
   const int most = max(1, g.schedule.l2_elements / (E::TOKENS * g.tokens.k));
   const int block =
       index /

@@ -1,13 +1,12 @@
-/* Quantized weights in a backward, y W: dequantizes and transposes tiles in registers.
+/* Dequantizes and transposes tiles of quantized weights in registers, for the backward's y W.
  *
- * Rows of W are K, its columns outputs. A tile is laid out for the forward's operand A: two
- * neighboring columns of a row share a register, where the transposed operand needs two neighboring
- * rows. movmatrix exchanges them, 8 x 8 elements at a time: no second copy of the weights, and none
- * in shared memory.
+ * The rows of W are K, its columns the outputs. Tiles have the layout of the forward's operand A: a
+ * register holds two neighboring columns of a row, but the transposed operand needs two neighboring
+ * rows. movmatrix transposes 8 x 8 elements at a time, so there is no second copy of the weights.
  *
- * K has the order of y's columns, which is that of the rows of W. Tiles of GATE_UP and INTERLEAVED
- * order hold gate rows or up rows. If these alternate in K, elements 2i and 2i + 1 are row i of a
- * gate tile and of an up tile: each lane reads the row that it needs of either. */
+ * K is in the order of the columns of y, which is that of the rows of W. In order GATE_UP or
+ * INTERLEAVED, a tile holds only gate rows or only up rows. If gate and up rows alternate in K,
+ * elements 2i and 2i + 1 of K are row i of a gate tile and row i of an up tile. */
 #ifndef MOELORA_CUDA_TRANSPOSED_TILES_CUH
 #define MOELORA_CUDA_TRANSPOSED_TILES_CUH
 
@@ -19,23 +18,23 @@ __device__ __forceinline__ bool is_interleaved(const moelora_weights &w) {
 }
 
 /* Two k16 slabs of operand A of mma.m16n8k16 or wgmma: 16 outputs by 32 elements of K. They are
- * loaded as columns of rows, and then transposed. Each is loaded from a lane's rows i = lane / 4
- * and i + 8 (4-bit), or i, i + 8, i + 16 and i + 24 of K. */
+ * loaded untransposed, and then transposed: a lane loads rows i, i + 8, i + 16 and i + 24 of K,
+ * with i = lane / 4. */
 template <class T> struct SlabPair {
   uint32_t a[2][4];
 
-  /* Transposes what `load` or `load_fp8` has loaded into `rows`. */
+  /* Stores the transpose of `rows`, which `load` or `load_fp8` has loaded. */
   __device__ __forceinline__ void transpose(const SlabPair &rows) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
       a[i / 4][i % 4] = transpose_8x8(rows.a[i / 4][i % 4]);
   }
 
-  /* Loads from a 4-bit tile in shared memory. Its columns 16 SLAB to 16 SLAB + 15 are the outputs.
-   * Interleaved, K is rows 16 j to 16 j + 15 of a gate tile and of an up tile, of which this lane
-   * reads the one of lane / 4 % 2.
+  /* Loads columns 16 slab to 16 slab + 15, the outputs, of a 4-bit tile in shared memory. If
+   * `interleaved`, K alternates between 16 rows of a gate tile and 16 rows of an up tile: this lane
+   * reads gate rows if lane / 4 is even, up rows if it is odd.
    *
-   *   pair         index, in the tile, of the first pair of rows r, r + 8 that this lane reads
+   *   pair         index in the tile of the first of the lane's two pairs of rows r and r + 8
    *   tile_scale   address of the scale of its rows, if HAS_TILE_SCALE
    *
    * ZEROS: as in GroupScales. */
@@ -60,14 +59,15 @@ template <class T> struct SlabPair {
       v[i][2] = whole<F>(of_rows.template value<2>(word), of_tile);
       v[i][3] = whole<F>(of_rows.template value<3>(word), of_tile);
     }
-    // Values 0 and 2 are of r, 1 and 3 of r + 8; 0 and 1 of the first eight columns. A slab is both
-    // halves of one pair; interleaved, it is the same half of both.
+    // Values 0 and 2 belong to row r, 1 and 3 to row r + 8; 0 and 1 belong to the first eight
+    // columns. A slab has both rows of one pair or, if interleaved, the same row of both pairs.
     set(0, v[0][0], v[0][2], interleaved ? v[1][0] : v[0][1], interleaved ? v[1][2] : v[0][3]);
     set(1, interleaved ? v[0][1] : v[1][0], interleaved ? v[0][3] : v[1][2], v[1][1], v[1][3]);
   }
 
-  /* Loads from an FP8 tile. rows: address of 16 bytes of row `lane` of K, the outputs; scale: that
-   * of this lane's row i; step: bytes to that of row i + 8, or 0 if all rows share one. */
+  /* Loads from an FP8 tile. rows: address of the 16 outputs of row `lane` of K; scale: address of
+   * the scale of row lane / 4; step: bytes to the scale of the row 8 further on, 0 if all rows
+   * share one. */
   __device__ __forceinline__ void load_fp8(uint32_t rows, uint32_t scale, uint32_t step) {
     uint32_t words[4];
     load_matrix_x4(words, rows);
@@ -89,7 +89,7 @@ private:
     a[slab][0] = a0, a[slab][1] = a1, a[slab][2] = a2, a[slab][3] = a3;
   }
 
-  /* Applies the factors that the forward applies to accumulators: here accumulators have rows of
+  /* Applies the factors that the forward applies to accumulators: here an accumulator sums over
    * several tiles. */
   template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
     constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
