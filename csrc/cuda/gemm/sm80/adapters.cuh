@@ -1,6 +1,6 @@
 /* Adapters of a tile in the portable GEMM: fills pipeline stages with k16 slabs and multiplies
- * them, one subtile per slab. Slab j of a stage has its rows of B in chunks 2j and 2j + 1 of the
- * rows of W, whose length depends on the size of W. */
+ * them, one subtile per slab. Rows of B replace the weights of a stage; chunks 2j and 2j + 1 of
+ * such a row belong to slab j of the stage. */
 #ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
 #define MOELORA_CUDA_SM80_ADAPTERS_CUH
 
@@ -9,7 +9,7 @@
 #include "cuda/gemm/sm80/transposed.cuh"
 #include "cuda/ptx/opaque.cuh"
 
-/* Rows of B in the weight part of a stage: four (as in X), two or one slab side by side. */
+/* Rows of B in the weight part of a stage: a row has four slabs (as in X), two or one. */
 template <class E> struct FactorRows {
   static constexpr int SLABS = E::W_BYTES >= E::ROWS * kRowBytes       ? 4
                                : E::W_BYTES >= E::ROWS * kRowBytes / 2 ? 2
@@ -24,8 +24,8 @@ template <class E> struct FactorRows {
   }
 };
 
-/* Slabs per stage. X has room for two slabs that cover gate and up, but slabs of different
- * segments use different rows: four fit unless a segment has more than two. */
+/* Returns the slabs per stage. A row of X has room for two slabs that cover gate and up, but slabs
+ * of different segments use different rows: four fit unless a segment has more than two. */
 template <class E> __device__ __forceinline__ int slabs_in_stage(const moelora_gemm_launch &g) {
   constexpr int MAX_SLABS = FactorRows<E>::SLABS;
   return MAX_SLABS > 2 && has_gate_up_slices(g) && g.adapters.lora.max_rank > 2 * kSlabDepth
@@ -50,7 +50,7 @@ template <class E, int STAGES> struct AdapterStorage {
   ListedSegment segments[E::TOKENS];
 };
 
-/* Access to the AdapterStorage at shared address `at`. */
+/* Reads and writes the AdapterStorage at shared address `at`. */
 template <class E, int STAGES> struct TileAdapters {
   using Storage = AdapterStorage<E, STAGES>;
   using Stage = typename Storage::Stage;
@@ -79,7 +79,8 @@ template <class E, int STAGES> struct TileAdapters {
           at, make_uint4((uint32_t)(list.slabs * __popc(list.slices)), list.slices, overlaps, 0));
   }
 
-  /* Loads the state written by `find`. Returns the number of slabs in adapter stage `stage`. */
+  /* Loads the state written by `find`. Returns the slabs in adapter stage `stage`; 0 or less:
+   * none. */
   __device__ __forceinline__ int slabs_at(const moelora_gemm_launch &g, int stage) {
     if (!g.schedule.blocks.packed_ranks)
       return 0;
@@ -115,13 +116,12 @@ template <class E, int STAGES> struct TileAdapters {
   }
 };
 
-/* First chunk of X of slab j in a stage: a slab has two chunks, or four if it covers gate and up.
- */
+/* Returns slab j's first chunk in a row of X: a slab has two, or four if it covers gate and up. */
 __device__ __forceinline__ int first_chunk(bool gate_up, int j) {
   return gate_up ? j % 2 * 4 : j * 2;
 }
 
-/* Copies this thread's chunk of a stage's rows of B; zeros beyond the true rank and outside the
+/* Copies this thread's chunk of a slab's rows of B; zero-fills beyond the true rank and outside the
  * slice. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const Tile &tile,
@@ -164,8 +164,8 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
   }
 }
 
-/* Copies the `count` slabs of stage `step`: rows of B to `w`, followed by rows of xa for the
- * tokens that carry the adapter. Other rows are left as they are. */
+/* Copies the `count` slabs of step `step` to the stage at `w`: rows of B (backward: A), and rows of
+ * xa of the tokens that carry the adapter. Other rows keep their contents. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const Tile &shown,
                                            const TileAdapters<E, STAGES> &adapters, int step,
@@ -214,9 +214,9 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
     load_factors<E, T, false>(g, tile, mine, thread, w);
 }
 
-/* sum += B xa^T for slab `slot` of stage `step`, at `w`. If an n8 tile belongs to the subtile only
- * in part, it is multiplied into a copy: a factor's values, NaN included, never reach a token that
- * does not carry the adapter, and base rows keep their bits. */
+/* Adds B xa^T of slab `slot` of step `step` to `sum`; its stage is at `w`. An n8 tile that only
+ * partly belongs to the subtile is multiplied into a copy: a factor's values, NaN included, never
+ * reach a token that does not carry the adapter, and base rows keep their bits. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
                                        const TileAdapters<E, STAGES> &adapters, int step, int slot,
@@ -243,7 +243,7 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
   // tile.
   const int begin = S::first_token() - subtile.low, length = subtile.high - subtile.low;
   const bool all = subtile.m64s == (1u << E::TILES) - 1;
-  const int whole = all ? length - 8 : -1; // last start of a whole n8 tile
+  const int whole = all ? length - 8 : -1; // start of the last whole n8 tile
 #pragma unroll
   for (int j = 0; j < S::N8_TILES; j++) {
     const int n8 = begin + j * S::NEXT;

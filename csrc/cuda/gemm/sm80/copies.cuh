@@ -1,4 +1,4 @@
-/* The portable GEMM copies chunks of eight elements to a stage. */
+/* Copies of chunks of eight elements to a stage of the portable GEMM. */
 #ifndef MOELORA_CUDA_SM80_COPIES_CUH
 #define MOELORA_CUDA_SM80_COPIES_CUH
 
@@ -10,7 +10,7 @@ template <bool VECTORS, class T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
   if (VECTORS)
     copy_async_16<256>(to, from, left > 0 ? 16 : 0,
-                       wanted); // completes with the next stage's copies
+                       wanted); // joins the next committed group
   else if (wanted)
     copy_elements(to, from, max(0, min(8, left)));
 }

@@ -45,7 +45,7 @@ template <class E, int STAGES> struct SharedStorage {
   static_assert(sizeof(Stage) == E::STAGE_BYTES && sizeof(Scales) == E::SLOT_BYTES, "no padding");
 };
 
-/* Loads a tile and multiplies its weights. The CTA keeps one MainLoop for all of its tiles. */
+/* Loads a tile's operands and multiplies them. The CTA keeps one MainLoop for all of its tiles. */
 template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   using L = OperandLoader<E, T, VECTORS>;
   using F = Fragments<E, T>;
@@ -58,7 +58,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     return base + step % STAGES * E::STAGE_BYTES;
   }
 
-  /* Addresses of members of the shared memory. */
+  /* Return the addresses of members of SharedStorage. */
   __device__ __forceinline__ uint32_t slots() const {
     return base + (uint32_t)offsetof(Storage, scales);
   }
@@ -71,11 +71,11 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     __syncthreads();
   }
 
-  /* Multiplies stages [step, end) with the first WIDTH n8 tiles of each warp, and prefetches
-   * STAGES - 1 steps ahead if `wanted`. The caller has waited for the first stage; on return the
-   * stage after the last is ready. The body is branch-free, so that the compiler can interleave
-   * loads, copies and MMAs; this is also why it loads the fragments after the last stage, which
-   * are unused. */
+  /* Multiplies the stages of steps [step, end) with the first WIDTH n8 tiles of each warp, and
+   * prefetches STAGES - 1 steps ahead if `wanted`. The caller has waited for the first stage; on
+   * return the stage after the last is ready. The body is branch-free, so that the compiler can
+   * interleave loads, copies and MMAs; it therefore also loads the fragments after the last stage,
+   * which are unused. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply(WarpTile<E> &sum, Partial<E> &partial, int step, int end,
                                            bool wanted) {
@@ -120,8 +120,8 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   template <int WIDTH>
   __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, Partial<E> &partial, int count,
                                                    int step, int end, bool wanted) {
-    // n8 tiles are loaded in pairs. If two groups of warps share the tokens, one n8 tile each is
-    // 16 tokens.
+    // n8 tiles are loaded in pairs. If two groups of warps share the tokens, one n8 tile for each
+    // group is 16 tokens.
     constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
       if (count > WIDTH * WarpTile<E>::SPLIT * 8)
@@ -210,7 +210,7 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_l
     store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
 }
 
-/* Backward: with the gradient of the activation, or plain. */
+/* Backward: stores the tile as it is, or applies the gradient of the activation. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
                                           const Tile &tile, int count) {
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
         next = fetched;
     }
 
-    // Store the previous tile while they are in flight.
+    // Store the previous tile while these stages are in flight.
     if (finished_count > 0)
       store_any<E, T, VECTORS>(sum, g, finished, finished_count);
     if (last)
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     main_loop.wait();
     const int first = max(depth_steps, STAGES - 1);
     TileAdapters<E, STAGES> adapters(adapter_storage);
-    auto load_ahead = [&](int step) { // starts the copies of the adapter stage, if there is one
+    auto load_ahead = [&](int step) { // copies the adapter stage, if there is one
       const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
       if (slabs > 0)
         load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));

@@ -40,7 +40,7 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
     from += g.weights.w.stride_kt;
   }
-  /* The address must be mapped, even if nothing is read. */
+  /* Returns an address that is mapped, even if nothing is read from it. */
   __device__ __forceinline__ Source readable(Source from, int left) const {
     return left > 0 ? from : weights;
   }
@@ -57,9 +57,9 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   }
 };
 
-/* Quantized weights, in whole tiles or, for FP8, half tiles. 128 threads copy a part of the
- * values, 16 bytes each; half an FP8 tile has two parts. Warp w then copies the scales and zeros
- * of m64 tile w. */
+/* Quantized weights, in whole tiles or, for FP8, half tiles. 128 threads copy a part of the values,
+ * 16 bytes each; half an FP8 tile has two parts. Warp w then copies the scales and zero points of
+ * m64 tile w. */
 template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, false> {
   static constexpr int PART_BYTES = 128 * 16, TILE_PARTS = E::VALUES / PART_BYTES; // parts per tile
   static constexpr int AT_ONCE = WarpTile<E>::THREADS / 128; // parts copied concurrently
@@ -91,7 +91,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
   static __device__ __forceinline__ int tile_of_scales() { return threadIdx.x / 32; }
 
-  /* Chunk of a tile that this thread copies in a part; for FP8, in the first half of K. */
+  /* Returns the chunk of a tile that this thread copies in a part; FP8: in the first half of K. */
   static __device__ __forceinline__ int chunk_of_values(int part) {
     const int at = part * 128 + (threadIdx.x & 127);
     if constexpr (!E::Format::IS_FP8)
@@ -100,7 +100,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
     return row * 8 + (chunk & 3 ^ row & 7);
   }
 
-  /* The expert's first tile at a k step; for FP8, also the offset of the second half of K. */
+  /* The expert's first tile at a k step; for FP8, also the offset of the step's half of K. */
   struct Source {
     const char *tile;
     int half;
@@ -118,8 +118,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
   __device__ __forceinline__ Source readable(Source from, int) const { return from; }
 
-  /* A row's chunks are swizzled by its last three bits, which are equal for all rows of this
-   * thread. */
+  /* Returns the distance from a thread's chunk to the same one of the second half of K, which the
+   * swizzle may put before the first: all rows of a thread have the same last three bits. */
   static __device__ __forceinline__ int second_half() { return threadIdx.x & 16 ? -64 : 64; }
 
   struct Place {
@@ -140,7 +140,7 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
                                                : moelora_tile_size(g.weights.w.format))};
   }
 
-  /* Scales are copied to `slot`. */
+  /* Copies values to `stage`, or scales to `slot`. */
   __device__ __forceinline__ void copy(int piece, Source from, int, uint32_t stage, uint32_t slot,
                                        const Place &place, bool wanted) const {
     const int part = piece * AT_ONCE;
@@ -152,10 +152,10 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
 };
 
-/* Quantized weights of a backward: a stage holds 64 rows of tiles, the first tile's rows of each
- * m64 tile as above. If gate and up rows alternate in K, it holds 32 rows of a gate tile, then the
- * same 32 rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit
- * formats, 128 bytes later in FP8 without row scales. */
+/* Quantized weights of a backward: for each m64 tile, a stage holds 64 rows of K in the layout
+ * above. If gate and up rows alternate in K, these are 32 rows of a gate tile, then the same 32
+ * rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit formats,
+ * 128 bytes later in FP8 without row scales. */
 template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, true, false> {
   using W = WeightLoader<E, T, true, false>;
   using typename W::Place;
@@ -170,8 +170,8 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
   static_assert(E::TILES * E::TILE_BYTES + (E::Format::IS_FP8 ? E::ALL_SCALES : 0) <= E::W_BYTES,
                 "a stage holds all tiles");
 
-  uint32_t next_scales; // bytes between the scales that this thread copies for the first rows and
-                        // for the others
+  uint32_t next_scales; // bytes from the scales that this thread copies for the first 32 rows to
+                        // those for the others
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const moelora_weights &w = g.weights.w;
@@ -191,14 +191,15 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     }
   }
 
-  /* The chunk of a tile that a chunk of a stage is copied from, for the tile's first 32 rows. */
+  /* Source of a chunk of a stage: a chunk of a tile, for the tile's first 32 rows. */
   struct ScaleChunk {
     int chunk;
     bool is_up;
-    int next; // chunks to that of the other rows
+    int next; // distance to the chunk of the other rows
   };
 
-  /* Chunk `at` of a stage's values of an m64 tile; half: of the columns of an FP8 tile. */
+  /* Returns the source of chunk `at` of an m64 tile's values; half: that of an FP8 tile's
+   * columns. */
   static __device__ __forceinline__ ScaleChunk find_values(int at, int half, bool interleaved) {
     if constexpr (E::Format::IS_FP8) {
       const int row = at / 4, chunk = ((at ^ row >> 1) & 3) + 4 * half;
@@ -209,11 +210,11 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     return {is_up ? at - 64 : at, is_up, 0};
   }
 
-  /* The chunk of scales, or zero points, that this thread copies. */
+  /* Returns the source of the scales, or zero points, that this thread copies. */
   static __device__ __forceinline__ ScaleChunk find_scale(moelora_format format, bool interleaved) {
     constexpr int FIRST = SCALES_AT / 16;
     const int chunk = threadIdx.x & 31;
-    int begin = 0, count = 16; // of the section that it belongs to
+    int begin = 0, count = 16; // of the section that contains the chunk
     if (E::Format::IS_FP8 && !moelora_has_row_scales(format))
       return {FIRST, interleaved && chunk > 0, 0};
     if constexpr (!E::Format::IS_FP8) {
@@ -278,8 +279,8 @@ template <class E, class T, bool VECTORS>
 using TransposedWeights = std::conditional_t<E::Format::IS_NATIVE, TransposedLoader<E, T, VECTORS>,
                                              TransposedTileLoader<E, T>>;
 
-/* Columns of y at which K starts: that of the first up row follows the last gate row, while tiles
- * of up rows follow whole tiles of gate rows. */
+/* Maps K steps to columns of y. In y, the first up column follows the last gate column, while the
+ * tiles of up rows follow whole tiles of gate rows. */
 template <class E> struct TransposedDepth {
   static constexpr bool SPLITS = E::TRANSPOSED && !E::Format::IS_NATIVE;
 
@@ -290,8 +291,7 @@ template <class E> struct TransposedDepth {
     return is_split(g.weights.w) ? 2 * (int)g.weights.w.half_tiles
                                  : (g.tokens.k + kDepth - 1) / kDepth;
   }
-  /* Returns the column of y of a step's first row; `end` is past the last one that its tiles cover.
-   */
+  /* Returns the column of y of a step's first row; `end` becomes the end of its tiles' columns. */
   static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
     const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
     *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;
@@ -360,8 +360,7 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     return {W::place(g), row_chunk()};
   }
 
-  /* Copies one of PARTS parts of a stage if `wanted`. W8A8: copies scales to their slot in
-   * `slots`. */
+  /* Copies part PART of a stage if `wanted`; W8A8 copies scales to a slot in `slots`. */
   template <int PART>
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const Source &from,
                                        uint32_t stage, uint32_t slots, const Place &to,

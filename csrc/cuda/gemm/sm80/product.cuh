@@ -1,4 +1,4 @@
-/* Warp-level products and accumulators of the portable GEMM.
+/* Warp-level products, fragments and accumulators of the portable GEMM.
  *
  * Four warps cover a tile's weight rows: warp w owns rows 16w to 16w + 15 of all m64 tiles, so
  * that gate and up of an output are in the same thread. Tiles of more than 64 tokens have two
@@ -28,8 +28,8 @@ constexpr int kFp8Scales = 256;
  *                                         c ^ (r / 2 & 3)
  *   scales [TILES] 256 bytes              all scales of the tile
  *
- * W8A8 uses its scales, followed by float32 [TOKENS] token scales, longer than the values: they
- * have SLOTS slots of their own after all stages. */
+ * W8A8 needs scales longer than values: SLOTS slots after all stages hold the weight scales of a
+ * step, followed by float32 [TOKENS] token scales. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_>
 struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   using E = Extent<TOKENS_, TILES_, FORMAT_>;
@@ -69,7 +69,7 @@ template <class E> struct WarpTile {
   }
 };
 
-/* After the K loop: multiplies accumulators by the scale of the tensor, which every tile stores. */
+/* Multiplies accumulators by the scale of the tensor, which every tile stores, after the K loop. */
 template <class E, class T>
 __device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                                    const Tile &tile) {
@@ -91,8 +91,8 @@ template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct Wei
 template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
-  /* Returns the offset in a stage from which this lane reads the first k16 slab; slab k is at `^ k
-   * << 5`. */
+  /* Returns the offset in a stage from which this lane reads the first k16 slab; the offset of slab
+   * k is that ^ k << 5. */
   static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);
@@ -137,8 +137,8 @@ __device__ __forceinline__ float2 load_fp8_scales(uint32_t scales, moelora_forma
   return {__uint_as_float(load_shared_4(at)), __uint_as_float(load_shared_4(at + (rows ? 32 : 0)))};
 }
 
-/* FP8 weights. One load reads two k16 slabs: words of r and r + 8 of the first slab, then of the
- * second. W8A8 does not apply scales here. */
+/* FP8 weights. One load reads the words of two k16 slabs: rows r and r + 8 of the first slab, then
+ * of the second. W8A8 does not apply scales here. */
 template <class E, class T> struct Fp8Fragments {
   uint32_t a[2][E::TILES][4];
   uint32_t words[E::TILES][4];

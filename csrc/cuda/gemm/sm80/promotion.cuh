@@ -1,6 +1,6 @@
-/* Promotion of partial accumulators in the portable GEMM, for FP8 weights and FP8 tokens. Operands
- * are e4m3 values converted to T, whose products are exact. Every 128 elements of K (64 for G64),
- * the partial accumulators are multiplied by the scales of their row and token and added to the
+/* Promotes partial accumulators in the portable GEMM, for FP8 weights and FP8 tokens. Operands are
+ * e4m3 values converted to T, whose products are exact. Every 128 elements of K (64 for G64), the
+ * partial accumulators are multiplied by the scales of their row and token and added to the
  * accumulators:
  *
  *   sum += partial (s_w s_x)
@@ -11,7 +11,7 @@
 
 #include "cuda/gemm/sm80/product.cuh"
 
-/* Accumulators that MMAs write to. */
+/* Accumulators that MMAs write to: `sum` itself, except for W8A8. */
 template <class E, bool IS_W8A8 = E::Format::IS_W8A8> struct Partial {
   __device__ __forceinline__ WarpTile<E> &of(WarpTile<E> &sum) { return sum; }
   __device__ __forceinline__ void clear() {}
@@ -26,8 +26,8 @@ template <class E> struct Partial<E, true> : WarpTile<E> {
 
   __device__ __forceinline__ S &of(S &) { return *this; }
 
-  /* Called after step `step`: promotes the first WIDTH n8 tiles if a scale group ends there. The
-   * step's slot in `slots` is overwritten one barrier later than its stage. */
+  /* Promotes the first WIDTH n8 tiles if a scale group ends with step `step`. The slot of a step in
+   * `slots` is overwritten one barrier later than its stage. */
   template <int WIDTH>
   __device__ __forceinline__ void promote(S &sum, const moelora_gemm_launch &g, uint32_t slots,
                                           int step) {

@@ -1,5 +1,5 @@
-/* Transposed weights in the portable GEMM: dY W of a backward, without transposing W in memory.
- * Rows of W are K, its columns outputs:
+/* Loads the weights of dY W, a product of the portable backward, without transposing W in memory.
+ * The rows of W are K, its columns the outputs:
  *
  *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7),
  *                                    or 64 rows of quantized tiles
@@ -33,7 +33,7 @@ struct TransposedLoader {
     next_tile = g.weights.w.stride_kt;
   }
 
-  /* This thread's chunk of its first row, at a k step. */
+  /* Source of this thread's chunk of its first row, at a k step. */
   struct Source {
     const T *row;
     int64_t stride; // distance between rows
@@ -50,7 +50,7 @@ struct TransposedLoader {
   using Place = uint32_t;
   static __device__ __forceinline__ Place place(const moelora_gemm_launch &) { return row_chunk(); }
 
-  /* x_left: elements of a row of x from this thread's chunk to the end. */
+  /* Copies one chunk. x_left: elements of a row of x from this thread's chunk to the end. */
   __device__ __forceinline__ void copy(int piece, Source from, int x_left, uint32_t stage, uint32_t,
                                        Place place, bool wanted) const {
     const int m64 = piece * STEP / 64, row = piece * STEP % 64;
@@ -63,7 +63,7 @@ struct TransposedLoader {
   }
 };
 
-/* Copies the rows of A of a slab to `w`; rows of different m64 tiles are m64_bytes apart.
+/* Copies a slab's rows of A to `w`; each m64 tile begins m64_bytes after the previous one.
  * Zero-fills beyond the true rank and past the last output. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, const Tile &tile,

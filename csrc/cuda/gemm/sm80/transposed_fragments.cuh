@@ -1,12 +1,11 @@
-/* Loads operand A of the portable backward: k16 slabs of weights, which are transposed on the way.
- */
+/* Loads operand A of the portable backward: k16 slabs of transposed weights. */
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
 
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/common/transposed_tiles.cuh"
 
-/* Native weights: ldmatrix transposes outputs to rows. */
+/* Native weights, which ldmatrix transposes. */
 template <class E, class T, bool IS_NATIVE = E::Format::IS_NATIVE> struct TransposedFragments {
   uint32_t a[2][E::TILES][4];
 
@@ -21,8 +20,8 @@ template <class E, class T, bool IS_NATIVE = E::Format::IS_NATIVE> struct Transp
   }
 };
 
-/* Quantized weights, dequantized for two slabs at once. Rows of a stage are in the order of
- * TransposedTileLoader. */
+/* Quantized weights, dequantized two slabs at a time. TransposedTileLoader determines the order of
+ * the rows of a stage. */
 template <class E, class T> struct TransposedFragments<E, T, false> {
   uint32_t a[2][E::TILES][4];
   uint32_t next[E::TILES][4]; // the second slab of a pair
