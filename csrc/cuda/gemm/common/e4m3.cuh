@@ -50,8 +50,8 @@ template <int LANES> __device__ __forceinline__ float max_over_lanes(float most)
 }
 
 /* Returns v / by, correctly rounded, given inverse = 1 / by: a product and one correction step, as
- * in the compiler's division but without its special cases. If `by` is not finite, callers pass
- * inverse 0. */
+ * in the compiler's division but without its special cases. Callers pass 0 for a `by` that is not
+ * finite. */
 __device__ __forceinline__ float divide_rounded(float v, float by, float inverse) {
   const float near = v * inverse;
   return fmaf(-fmaf(near, by, -v), inverse, near);

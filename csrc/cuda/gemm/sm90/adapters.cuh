@@ -9,9 +9,9 @@
  * Producers list the segments of a tile, each warp for itself; TMA loads rows of B, cp.async rows
  * of xa. Consumers accumulate B xa into the accumulators of the weights.
  *
- * TMA boxes with narrow rows are slow, so a stage that holds ranks of a single segment only uses
- * wide rows. In a gated projection the gate rows precede the up rows. Slab j of xa occupies chunks
- * 2j and 2j + 1; if a slab covers both gate and up, its two slices occupy chunks 4j to 4j + 3. */
+ * TMA boxes with narrow rows are slow, so a stage uses wide rows if all of its ranks belong to one
+ * segment. In a gated projection the gate rows precede the up rows. Slab j of xa occupies chunks 2j
+ * and 2j + 1; if a slab covers both gate and up, its two slices occupy chunks 4j to 4j + 3. */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
@@ -34,7 +34,7 @@ __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launc
   return has_gate_up_slices(g) || MAX_SLABS < 4 ? 2 : 4;
 }
 
-/* Backward: bytes of the rows of A of an m64 tile in an adapter stage, all slabs of it. */
+/* Backward: bytes that all slabs of an adapter stage take for an m64 tile. */
 template <class S>
 constexpr int kDepthM64Bytes =
     (sizeof(S::Stage::sW) < S::TILES * 4 * kSlabBytes ? 2 : 4) * kSlabBytes;
@@ -112,7 +112,7 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
 template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
-  if (stages == 0 || S::TRANSPOSED) // there, products are predicated by token and rank
+  if (stages == 0 || S::TRANSPOSED) // backward: consumers predicate by token
     return {stages, false, false};
   const Slab first = list.at(0);
   bool ragged = false;
@@ -186,8 +186,8 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
   __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
 }
 
-/* Copies rows of the factors A, 16 of K per slab; zeros beyond the true rank and the last output.
- * Called by the gather warps. */
+/* Copies rows of the factors A, 16 (of K) per slab; zero-fills beyond the true rank and the last
+ * output. Called by the gather warps. */
 template <class S, class T, bool VECTORS, int THREADS>
 __device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
                                                   const SegmentList<S> &list, int slabs,
@@ -266,8 +266,8 @@ copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &li
 
 /* ---- consumers ---- */
 
-/* Returns the offset in sX from which a lane loads a pair of n8 tiles of a k16 slab with one
- * ldmatrix. Slab K is at `^ K << 5`. */
+/* Returns the offset in sX from which a lane loads two n8 tiles of the first k16 slab with one
+ * ldmatrix. The offset of slab K is that ^ K << 5. */
 __device__ __forceinline__ uint32_t token_offset() {
   const int lane = threadIdx.x & 31, row = lane & 7;
   return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);
@@ -281,7 +281,7 @@ template <class S, class T> struct AdapterStage {
   int next;    // byte offset from the first m64 tile to the second; 0 in a half tile
   bool nonfinite;
 
-  /* Waits for the stage. clears: zero the non-finite elements of B first (see fixup.cuh). */
+  /* Waits for the stage. If `clears`, zeros the non-finite elements of B (see fixup.cuh). */
   static __device__ __forceinline__ AdapterStage wait(const moelora_gemm_launch &g,
                                                       const WarpContext<S> &warp, bool half,
                                                       bool clears) {
@@ -374,8 +374,8 @@ template <class S, class T> struct WeightMajorAdapters {
   }
 
   /* Returns whether each row has a finite accumulator for the tile's first or second token. Only
-   * the lanes that hold these check. Neither is padding: stages are shared by two tokens or more.
-   */
+   * the lanes that hold these check. Neither is padding: only tiles with adapters that some tokens
+   * do not carry are checked. */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
     float most = 0.f;
 #pragma unroll
@@ -409,7 +409,7 @@ template <class S, class T> struct TransposedAdapters {
 #pragma unroll 1
     for (int j = 0; j < slabs; j++) {
       const SlabTokens tokens = SlabTokens::read(header, j);
-      // Distances from the slab's first token to the first of this lane's two, and to the end.
+      // Distances from the slab's first token to the first of this lane's two, and to its end.
       int ahead = 2 * (int)(threadIdx.x & 3) - tokens.low;
       const uint32_t length = tokens.high - tokens.low;
       uint32_t rA[2][4];

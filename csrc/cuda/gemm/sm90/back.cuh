@@ -1,4 +1,4 @@
-/* Launches the backward's products y W on Hopper. A source also includes native.cuh or
+/* Launches the backward's products y W on Hopper. A generated source also includes native.cuh or
  * transposed_tiles.cuh. */
 #ifndef MOELORA_CUDA_SM90_BACK_CUH
 #define MOELORA_CUDA_SM90_BACK_CUH
@@ -13,7 +13,7 @@ struct TransposedTilesShape; // transposed_tiles.cuh
 
 namespace {
 
-/* Shape whose epilogue applies the gradient of the activation, in buffers of its own. */
+/* Shape whose epilogue applies the gradient of the activation. Its buffers alias no stage. */
 template <class S> struct WithDact : S {
   static constexpr bool ALIASES = false;
   // The gradient of the activation needs registers beside the accumulators.
@@ -25,8 +25,8 @@ template <class S> struct WithDact : S {
       own_buffers_of_dact(S::Format::IS_NATIVE && S::TOKENS <= 128 ? 3 : 2);
 };
 
-/* Boxes of 64 outputs by 64 elements of K. Row-major weights are [E, 1, K, outputs]; packed ones
- * [E * K / 64, outputs / 64, 64, 64]. Out-of-bounds elements read as zero. */
+/* Encodes a map with boxes of 64 outputs by 64 elements of K. Row-major weights are [E, 1, K,
+ * outputs]; packed ones [E * K / 64, outputs / 64, 64, 64]. Out-of-bounds elements read as zero. */
 moelora_status map_transposed_weights(const moelora_back_launch *g, bool is_bf16,
                                       CUtensorMap *map) {
   const moelora_weights *w = &g->weights.w;

@@ -5,7 +5,7 @@
  *   apply(j)                     v, gate, up -> h, dgate, dup; the gradients overwrite gate and up
  *   store(j)                     dgu and h, whole cache lines of a row
  *
- * Buffers of a consumer; a block has rows of 64 columns in the 128-byte swizzle:
+ * Each consumer has two kinds of buffers; a block has rows of 64 columns, 128-byte swizzle:
  *
  *   sGu [BUFFERS][4 blocks][8 tokens]  gate and up in halves: gate, gate, up, up of the two m64
  *                                      tiles; interleaved: two blocks per m64 tile;
@@ -21,11 +21,9 @@
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
 
-/* Rows of an epilogue buffer of the kernel shape, which are 2 KB. */
+/* Rows of an epilogue buffer of the kernel shape; the buffer is 2 KB. */
 constexpr int kDactRows = 16;
-/* Number of such buffers of a consumer that hold `buffers` of gate_up and one of h, and its
- * inverse.
- */
+/* Returns how many of these buffers hold `buffers` of gate_up and one of h; then its inverse. */
 constexpr int own_buffers_of_dact(int buffers) {
   return 2 * buffers + 1;
 }
@@ -41,7 +39,7 @@ template <class S, class T> struct DactEpilogue {
                     BUFFERS * GU_BYTES + H_BYTES <= (int)sizeof(SharedStorage<S>::sOut[0]),
                 "a consumer's epilogue buffers");
 
-  /* The chunks that a thread copies: of one of eight tokens, in blocks `block` and `block` + 2. */
+  /* The chunks that a thread copies: `chunk` of `token`, in blocks `block` and `block` + 2. */
   struct Share {
     int token, chunk, block;
     uint32_t sGu, sH; // sGu of buffer 0
@@ -87,8 +85,8 @@ template <class S, class T> struct DactEpilogue {
     return (char *)rows + (uint64_t)(uint32_t)row * (2 * (uint32_t)stride);
   }
 
-  /* Issues the loads of gate_up for eight tokens to the buffer at offset `buffer`; zeros past the
-   * last output. `row`: of a thread's token, if it is there. */
+  /* Issues the loads of gate_up for eight tokens to the buffer at offset `buffer`; zero-fills past
+   * the last output. `row` is that of the thread's token, if it is `valid`. */
   static __device__ __forceinline__ void load(const moelora_back_launch &g, GateUp form, int first,
                                               int32_t row, bool valid, const Share &share,
                                               uint32_t buffer) {
@@ -104,7 +102,7 @@ template <class S, class T> struct DactEpilogue {
     copy_async_commit();
   }
 
-  /* Before the main loop: issues the first loads, and prefetches the other rows to L2. */
+  /* Issues the first loads before the main loop, and prefetches the other rows to L2. */
   static __device__ __forceinline__ void prefetch_rows(const moelora_back_launch &g,
                                                        const TileHeader &header,
                                                        const WarpContext<S> &warp) {
@@ -126,7 +124,7 @@ template <class S, class T> struct DactEpilogue {
     }
   }
 
-  /* Reads a warp's 16 outputs of m64 tile t for eight tokens; writes their gradients and h. */
+  /* Read a warp's 16 outputs of m64 tile t for eight tokens, and write their gradients and h. */
   static __device__ __forceinline__ void read(BackOutputs<T> &outputs, GateUp form, uint32_t sGu,
                                               int t) {
     if (form == GateUp::INTERLEAVED) {
@@ -166,12 +164,12 @@ template <class S, class T> struct DactEpilogue {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row = lane & 7;
     return row * kRowBytes + ((2 * warp + (lane >> 3 & 1) ^ row) << 4);
   }
-  /* Returns the address of this lane's row of gate and up in halves. */
+  /* Returns the address of this lane's row of gate or up, if these are in halves. */
   static __device__ __forceinline__ uint32_t halves(uint32_t sGu, int t) {
     return sGu + ((threadIdx.x >> 4 & 1) * 2 + t) * BLOCK_BYTES + in_block();
   }
-  /* Returns the address of token lane / 4, outputs 8 m8 + 2 (lane % 4) and the next, interleaved.
-   */
+  /* Returns the address of outputs 8 m8 + 2 (lane % 4) and the next of token lane / 4, if gate and
+   * up are interleaved. */
   static __device__ __forceinline__ uint32_t interleaved(uint32_t sGu, int t, int m8) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, token = lane >> 2;
     const int pair = lane & 3;
@@ -179,8 +177,8 @@ template <class S, class T> struct DactEpilogue {
            ((((warp & 1) * 4 + m8 * 2 + pair / 2) ^ token) << 4);
   }
 
-  /* Sums the parts of dt over the eight lanes of a pair of tokens. On return a lane has
-   * that of m64 tile `lane >> 2 & 1` and of the second of its two tokens if `lane >> 3 & 1`. */
+  /* Sums the parts of dt over the eight lanes that share two tokens. Returns the sum of m64 tile
+   * lane >> 2 & 1, for the lane's first (lane >> 3 & 1 is 0) or second token. */
   static __device__ __forceinline__ float sum(const BackOutputs<T> (&outputs)[2]) {
     const int lane = threadIdx.x & 31, t = lane >> 2 & 1, q = lane >> 3 & 1;
     float two[2];

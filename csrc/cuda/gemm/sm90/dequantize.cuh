@@ -1,4 +1,4 @@
-/* Grouped GEMM for Hopper with quantized weights, more than 16 tokens of 16 bits: bulk copies,
+/* Grouped GEMM for Hopper with quantized weights, 16-bit x and more than 16 tokens: bulk copies,
  * dequantization in registers, wgmma with operand A in registers.
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
@@ -19,8 +19,8 @@
 
 template <class S, class T> struct DequantizeMainloop;
 
-/* Dequantization needs registers besides the accumulators. Producers give up theirs and may spill
- * per-tile state. */
+/* Returns the registers of a producer thread. Consumers need registers for dequantization, so
+ * producers give up theirs and may spill per-tile state. */
 constexpr int dequantize_producer_registers(int tokens, int consumers) {
   if (consumers == 1)
     return tokens > 32 ? 96 : 88;
@@ -62,7 +62,7 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
     wgmma_commit();
   }
 
-  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -102,7 +102,7 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
           wgmma_slab<2, N>(rAcc + first, rA[0], rW, tokens);
           wgmma_slab<3, N>(rAcc + first, rA[1], rW, tokens);
 
-          // Slab 1 has waited for the wgmmas of the previous step: release its stage.
+          // The wgmmas of the previous step have completed: release its stage.
           if (step > 0 && span == 0 && first == 0)
             pipeline.release(previous);
         }

@@ -89,8 +89,8 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
-/* Interleaves gate and up of up to 32 tokens, starting at token c, as write_epilogue_tile does with
- * one of them: two epilogue tiles have the 128 elements of each token. */
+/* Writes interleaved gate and up as write_epilogue_tile writes outputs: two epilogue tiles have the
+ * 128 elements of each token. */
 template <class T, int N>
 __device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N / 2], int c,
                                                         uint32_t sFirst, uint32_t sSecond) {
@@ -108,9 +108,9 @@ __device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N
     }
 }
 
-/* Stores gate and up before the activation of up to 32 tokens, starting at token c, to flat rows,
- * whole lines at a time through the last two epilogue buffers. Another barrier has to follow before
- * the next tokens. */
+/* Stores gate and up (before the activation) of up to 32 tokens, starting at token c, to flat rows.
+ * The last two epilogue buffers assemble whole lines; callers must synchronize before they save the
+ * next tokens. */
 template <class S, class T, int N>
 __device__ __forceinline__ void save_gate_up(const float (&rAcc)[2][N / 2],
                                              const moelora_gemm_launch &g, const TileHeader &header,
@@ -160,7 +160,7 @@ __device__ __forceinline__ void save_tile(const float (&rAcc)[2][S::TOKENS / 2],
   }
 }
 
-/* Not specialized by N: the instruction cache has little room besides the main loops. */
+/* Epilogue of a tile. It is not specialized by N: the main loops leave little instruction cache. */
 template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr int N = S::TOKENS, BUFFERS = WarpContext<S>::BUFFERS;
   static constexpr bool GENERAL = MODE == EpilogueMode::GENERAL;
@@ -210,8 +210,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         save_gate_up<S, T, N>(rAcc, g, header, warp, c, rows);
       epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
 
-      // Wait until the epilogue buffers are free: for the aliased stage, or for earlier TMA
-      // stores.
+      // Wait until consumers have read the aliased stage, or earlier TMA stores the buffers.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
       if (!SAVES_LINES && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
         warp.sync_all(); // both consumers have finished reading the stage

@@ -1,15 +1,15 @@
-/* Grouped GEMM for Hopper, quantized weights, 16-bit x, up to 16 tokens a tile: bulk copies,
+/* Grouped GEMM for Hopper with quantized weights, 16-bit x and up to 16 tokens: bulk copies,
  * dequantization in registers, mma.sync.
  *
  *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i
  *   gather warp     X(0) X(1) X(2)  ...   token rows of step i
  *   consumer             0    1     ...   per k16 slab: dequantize operand A, then mma.sync
  *
- * For so few tokens the kernel is bound by dequantization, not by memory. Each k16 slab would pay
- * the full latency of a wgmma, whose source registers must not be overwritten until it completes;
- * several mma.sync can be in flight, and the compiler interleaves them with the dequantization.
- * mma.sync and wgmma round identically. Three CTAs of six warps share an SM and hide each other's
- * latency. A k step covers 128 elements of K. */
+ * For so few tokens the kernel is bound by dequantization, not by memory. With wgmma, each k16 slab
+ * would take its full latency, since its source registers must not be overwritten before it
+ * completes; several mma.sync can be in flight, and the compiler interleaves them with the
+ * dequantization. mma.sync and wgmma round identically. Three CTAs of six warps share an SM and
+ * hide each other's latency. A k step covers 128 elements of K. */
 #ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
 #define MOELORA_CUDA_SM90_FEW_ROWS_CUH
 
@@ -24,7 +24,7 @@ template <class S, class T> struct FewRowsMainloop;
 template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
-  static constexpr bool ZEROS = ZEROS_; // formats with zero points
+  static constexpr bool ZEROS = ZEROS_; // formats may have zero points
   static constexpr int RESIDENT = 3;    // CTAs per SM: a warp dequantizes more slowly than it loads
   static constexpr int SPANS = kQuantizedSpans;
   static constexpr int GATHER_LANES = 4;
@@ -58,7 +58,7 @@ template <class S, class T> struct FewRowsMainloop : WeightMajorMainloop<S, T> {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,

@@ -1,12 +1,11 @@
 /* Non-finite fix-up pass, for infinities and NaNs in a LoRA factor B.
  *
  * An adapter stage multiplies all tokens of a block; tokens that do not carry the adapter have
- * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B turns
- * the accumulators of all tokens into NaN. Checking B in every stage would be slow, so consumers
- * check the accumulators of two tokens per tile instead. If neither is finite, the CTA processes
- * all of its tiles again in a fix-up pass: consumers zero the non-finite elements of B before
- * multiplying, and then write NaN to the outputs of those rows, only for tokens that carry the
- * adapter.
+ * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B turns the
+ * accumulators of all tokens into NaN. Checking B in every stage would be slow, so consumers check
+ * the accumulators of two tokens per tile instead. If neither is finite, the CTA processes all of
+ * its tiles again in a fix-up pass: consumers zero the non-finite elements of B before multiplying,
+ * and then write NaN to the outputs of these rows of B, but only for tokens that carry the adapter.
  *
  * Beyond an adapter's true rank, B may hold anything: such stages are cleared in the first pass. */
 #ifndef MOELORA_CUDA_SM90_FIXUP_CUH
@@ -25,13 +24,13 @@ template <class S> struct FixupPass {
 
   __device__ __forceinline__ explicit FixupPass(const SharedMemory<S> &smem) : base(smem.base) {}
 
-  /* Called by one thread. */
+  /* Initializes the state and the barrier; called by one thread. */
   __device__ __forceinline__ void init() const {
     store_shared_4(base + STATE, 0);
     barrier_init(base + BARRIER, kArrivals * S::THREADS / 32);
     barrier_init_visible();
   }
-  /* Called by a consumer that found a tile with non-finite accumulators. */
+  /* Requests the pass; called by a consumer that found a tile with non-finite accumulators. */
   __device__ __forceinline__ void request() const {
     if constexpr (S::CLUSTER == 1)
       store_shared_4(base + STATE, REQUESTED);
@@ -58,7 +57,8 @@ template <class S> struct FixupPass {
   }
 
 private:
-  /* Producers and consumers arrive from different code, where __syncthreads() is undefined. */
+  /* Synchronizes the cluster. Producers and consumers call it from different code, where
+   * __syncthreads() is undefined. */
   __device__ __forceinline__ void sync(uint32_t parity) const {
     __syncwarp();
     if constexpr (S::CLUSTER > 1) {
@@ -72,7 +72,7 @@ private:
   }
 };
 
-/* What remains to be done for a tile after its adapter stages. */
+/* Work that remains for a tile after its adapter stages. */
 enum class PendingCheck {
   NOTHING,
   CHECK_ACCUMULATORS, // B may contain NaN or infinity
@@ -87,8 +87,8 @@ template <class S, class T> struct NonFinite {
     return Element<T>::round(__int_as_float(0x7fffffff));
   }
 
-  /* Sets the sign bit of each of two elements that is non-finite: adding one to an exponent of all
-   * ones carries into it. */
+  /* Returns the sign bits of those of two elements that are non-finite: adding one to an exponent
+   * of all ones carries into the sign. */
   static __device__ __forceinline__ uint32_t signs(uint32_t v) {
     return (v & EXPONENT) + EXPONENT_ONE & 0x80008000u;
   }

@@ -129,7 +129,7 @@ template <class S> struct TokenScales {
   }
 };
 
-/* Consumer: issues the wgmmas of a stage, 128 elements of K, into a zeroed rPartial. */
+/* Consumer: issues the wgmmas of a stage, 128 elements of K. They overwrite rPartial. */
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float *rPartial, uint64_t a, uint64_t b) {
   fence_accumulators<N / 2>(rPartial);

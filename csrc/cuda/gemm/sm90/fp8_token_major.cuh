@@ -8,8 +8,8 @@
  *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
  *
  * With tokens as operand A, a thread needs the scales of two tokens; with weights as operand A it
- * needs those of a quarter of the tile. The kernel also reads less shared memory per product,
- * which matters because a tile of 128 tokens by 256 rows is bound by shared memory bandwidth.
+ * needs those of 32. The kernel also reads less shared memory per product, which matters because a
+ * tile of 128 tokens by 256 rows is bound by shared memory bandwidth.
  *
  * Accumulators rAcc[2][64]: rAcc[h][4i + q] is
  *
@@ -83,7 +83,7 @@ template <class S> struct ListedTokenRows {
   }
 
 private:
-  /* Writes the offset of each token's row, in units of 16 bytes, or kNoRow. Called by all gather
+  /* Lists the offset of each token's row, in units of 16 bytes, or kNoRow. Called by all gather
    * threads. */
   static __device__ __forceinline__ void
   list(const moelora_tokens &tokens, const TokenScales<S> &scales, uint32_t sRows, int thread) {
@@ -120,7 +120,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* K loop of a consumer. Returns the last stage, which is not yet released. */
+  /* Runs the K loop of a consumer. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -136,7 +136,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return warp.consumer * 64 < header.multiplied;
   }
 
-  /* K loop over a whole or a half tile. Returns the last stage, which is not yet released. */
+  /* Runs the K loop of a half or whole tile. Returns the last stage, which is not yet released. */
   template <bool HALF, bool BY_ROW>
   static __device__ __forceinline__ int
   multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
@@ -207,7 +207,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                : multiply_k_steps<HALF, false>(rAcc, g, warp);
   }
 
-  /* K loop of a consumer without tokens. Returns the last stage, which is not yet released. */
+  /* Passes through the K loop without tokens. Returns the last stage, which is not yet released. */
   static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
                                                      GemmPipeline<S> &pipeline) {
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
@@ -223,8 +223,8 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return previous;
   }
 
-  /* rAcc += rPartial * token scales * weight scales of two m64 tiles. There is one weight scale
-   * per tile, or with BY_ROW one per row, read from shared memory at `rows`. */
+  /* Adds rPartial * token scales * weight scales of two m64 tiles to rAcc. There is one weight
+   * scale per tile, or with BY_ROW one per row, read from shared memory at `rows`. */
   template <bool BY_ROW>
   static __device__ __forceinline__ void promote(float (&rAcc)[64], const float *rPartial,
                                                  const float (&tokens)[2],
@@ -305,12 +305,12 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
   }
 
-  /* Checks the tile's first tokens: whether each row has a finite accumulator for at least one of
-   * two. */
+  /* Returns whether each weight row has a finite accumulator for the tile's token 0 or 8. Only the
+   * threads that hold these check. */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
     if (ThreadPlace(consumer).token != 0)
       return true;
-    float most[4] = {}; // four maxima, none of which waits for another
+    float most[4] = {}; // four independent maxima
 #pragma unroll
     for (int i = 0; i < 64; i++) {
       const float *two = &rAcc[i / 32][i / 2 % 16 * 4 + i % 2];
@@ -418,8 +418,8 @@ private:
       tma_store_2d(&out_maps->box, first, header.tile.block * S::TOKENS + from, sOut);
   }
 
-  /* Stages 64 outputs of the warp's tokens in its part of the consumer's buffers and stores them as
-   * whole lines. */
+  /* Stages 64 outputs of the warp's tokens in its part of the consumer's buffers, and stores them
+   * as whole 128-byte lines. */
   static __device__ __forceinline__ void store_rows(const float *v, const moelora_gemm_launch &g,
                                                     const TileHeader &header,
                                                     const WarpContext<S> &warp, int first) {
@@ -427,7 +427,7 @@ private:
     const int lane = threadIdx.x & 31, warp_id = threadIdx.x >> 5 & 3, chunk = lane & 7;
     const uint32_t rows = warp.sOut(warp.consumer, 0) + warp_id * 16 * kRowBytes;
     const int from =
-        warp.consumer * 64 + warp_id * 16 + lane / 8; // stores every fourth token from here on
+        warp.consumer * 64 + warp_id * 16 + lane / 8; // this lane stores every fourth token
     const int64_t stride = g.epilogue.out_stride[0];
     T *gOut = (T *)g.epilogue.out + ((int64_t)header.tile.block * S::TOKENS + from) * stride +
               first + chunk * 8;

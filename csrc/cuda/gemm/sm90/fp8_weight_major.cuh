@@ -17,8 +17,8 @@
 
 template <class S, class T> struct Fp8WeightMajorMainloop;
 
-/* rPartial needs registers besides the accumulators. Producers give up theirs and may spill
- * per-tile state. */
+/* Returns the registers of a producer thread. Consumers need registers for rPartial, so producers
+ * give up theirs and may spill per-tile state. */
 constexpr int fp8_weight_major_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 104 : tokens > 32 ? 80 : 88;
 }
@@ -51,14 +51,14 @@ template <int N> struct ThreadScales {
     for (int i = 0; i < (N + 15) / 16; i++)
       v[i] = load_shared_16(sScale + i * 64);
   }
-  /* Scales of the two tokens that n8 tile i has for this thread. */
+  /* Returns the scales of this thread's two tokens in n8 tile i. */
   __device__ __forceinline__ float2 operator[](int i) const {
     const uint4 four = v[i / 2];
     return {__uint_as_float(i % 2 ? four.z : four.x), __uint_as_float(i % 2 ? four.w : four.y)};
   }
 };
 
-/* rAcc += rPartial * weight scales * token scales. A thread's two rows have scales `low` and
+/* Adds rPartial * weight scales * token scales to rAcc. A thread's two rows have scales `low` and
  * `high` if BY_ROW, otherwise both have `low`. */
 template <bool BY_ROW, int N>
 __device__ __forceinline__ void promote(float *rAcc, const float *rPartial, float low, float high,
@@ -80,7 +80,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop : WeightMajorMainloop<
   using Scales = TokenScales<S>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,

@@ -9,8 +9,8 @@
  *   producers   | k step | k step | ... | adapter stage | k step of the next tile | ...
  *   consumers            | wgmma  | wgmma | ...  | B xa | epilogue | wgmma | ...
  *
- * This file contains the kernel, which is common to all formats. A main loop is a file, which the
- * generated sources include beside launch.cuh:
+ * This file contains the kernel, which is common to all formats. Each main loop has its own file,
+ * which generated sources include beside launch.cuh:
  *
  *   native.cuh             weights of the dtype of x, forward and backward
  *   few_rows.cuh           quantized weights, up to 16 tokens
@@ -54,7 +54,7 @@ template <class S, class T> struct DactEpilogue; // dact_epilogue.cuh
 
 namespace {
 
-/* Main loop and adapter stages of a tile, for N tokens. Accumulators past N belong to padding. */
+/* Runs main loop and adapter stages of a tile for N tokens. Accumulators past N are padding. */
 template <class Mainloop, int N, class S>
 __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -75,7 +75,7 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
   // K loop.
   const int last = Mainloop::template main_loop<N>(rAcc, g, warp, header, k_steps);
   if (ALIASES && Mainloop::RELEASES_ALIASED_STAGE)
-    warp.release_aliased_stage(); // the tile had a single k step
+    warp.release_aliased_stage(); // if the tile had a single k step
 
   // Adapter stages.
   return add_adapters<typename Mainloop::Adapters, N>(rAcc, g, warp, header, last);
@@ -96,7 +96,7 @@ __device__ __forceinline__ PendingCheck multiply_fitting(float (&rAcc)[2][S::TOK
   return multiply<Mainloop, N>(rAcc, g, warp, header);
 }
 
-/* Consumer warpgroup. */
+/* Multiplies and stores tile after tile, in a consumer warpgroup. */
 template <class Mainloop, EpilogueMode MODE, class S, class T>
 __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<S> &g,
                                         WarpContext<S> &warp) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
   tma_store_wait();
 }
 
-/* Called after the last tile: whether the CTA processes its tiles again in the fix-up pass. */
+/* Called after the last tile. Returns whether the CTA runs a fix-up pass over its tiles. */
 template <class S>
 __device__ __forceinline__ bool has_another_pass(const moelora_gemm_launch &g,
                                                  WarpContext<S> &warp) {

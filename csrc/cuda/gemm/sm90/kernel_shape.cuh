@@ -67,7 +67,7 @@ template <class S> struct WithRuns : S {
 };
 
 /* Register budget per thread. setmaxnreg moves registers from producers to consumers, in multiples
- * of 8. START is what the launch allocates: 64K registers per SM over 384 threads, or over 2 *
+ * of 8. The launch allocates START per thread: 64K registers per SM over 384 threads, or over 2 *
  * 256. */
 template <int PRODUCER, int CONSUMERS> struct RegisterBudget {
   static constexpr int START = CONSUMERS == 2 ? 168 : 128;

@@ -1,5 +1,5 @@
 /* Launches a Hopper GEMM: selects the kernel of a variant, encodes its tensor maps, sets the grid.
- * A source also includes the main loop that its variants have. */
+ * A generated source also includes the main loop of its variants. */
 #ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
 #define MOELORA_CUDA_SM90_LAUNCH_CUH
 
@@ -46,9 +46,9 @@ struct GemmMaps {
   FactorMaps b;
 };
 
-/* Boxes of 64 rows by 64 columns of weights. Row-major weights are [E, half, n, K], where `half`
- * selects gate or up, whether concatenated or interleaved; packed weights are [E * N/64, K/64, 64,
- * 64]. Out-of-bounds elements read as zero. */
+/* Encodes a map with boxes of 64 rows by 64 columns of weights. Row-major weights are [E, half, n,
+ * K], where `half` selects gate or up, whether concatenated or interleaved; packed weights are [E *
+ * N/64, K/64, 64, 64]. Out-of-bounds elements read as zero. */
 moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorMap *map) {
   const moelora_weights *w = &g->weights.w;
   const cuuint64_t experts = w->stride_e ? g->schedule.num_experts : 1, row = w->stride_n * 2;
@@ -68,7 +68,7 @@ moelora_status map_weights(const moelora_gemm_launch *g, bool is_bf16, CUtensorM
   return moelora_encode_map(map, is_bf16, 4, w->data, sizes, strides, box);
 }
 
-/* Boxes of 64 columns by `box` or `rest_box` rows of a matrix that is ordered by position. */
+/* Encodes maps of a matrix ordered by position: boxes of 64 columns by `box` or `rest_box` rows. */
 moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const void *data,
                              int64_t columns, int64_t stride, int box, int rest_box,
                              RowMaps *maps) {
@@ -81,11 +81,11 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
   return moelora_encode_map(&maps->rest_box, is_bf16, 2, data, sizes, strides, rest_box_size);
 }
 
-/* Boxes of rows of B [max_loras, E, half, n, ranks], for each slice: 16 ranks wide, and as wide as
- * a whole stage. A box has the rows of a tile, or half of them in a gated projection. In a gated
- * projection with one slice, `half` selects gate or up as in map_weights; likewise if two slices
- * cut across interleaved rows. Ranks beyond a box may exceed the true rank, so L2 promotion is
- * small. */
+/* Encodes maps of each slice of B [max_loras, E, half, n, ranks], with boxes of 16 ranks and with
+ * boxes of all ranks of a stage. A box has the rows of a tile, or half of them in a gated
+ * projection. In a gated projection with one slice, `half` selects gate or up as in map_weights;
+ * likewise if two slices cut across interleaved rows. Ranks beyond a box may exceed the true rank,
+ * so L2 promotion is small. */
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->adapters.lora;
@@ -144,7 +144,7 @@ struct LaunchSm90 {
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                const moelora_exec *exec) {
-    // Boxes count 16-bit elements, or pairs of e4m3 elements.
+    // Maps count 16-bit elements, or pairs of e4m3 elements.
     constexpr int PAIR = 2 / FormatTraits<FORMAT>::X_BYTES;
     GemmMaps maps = {};
     if (FormatTraits<FORMAT>::IS_NATIVE)
@@ -176,7 +176,7 @@ struct LaunchSm90 {
     return moelora_no_kernel("gemm_sm90", "has no such epilogue");
   }
 
-  /* parts: number of parts that a tile may be split into. */
+  /* Launches the kernel with epilogue MODE. parts: maximum number of parts of a tile. */
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                int parts, const GemmMaps &maps, const moelora_exec *exec) {

@@ -10,9 +10,9 @@
  * holds the tile's tokens. A k step covers 64 elements of K. Accumulators rAcc[2][TOKENS / 2], see
  * tile.cuh.
  *
- * The backward's y W reads the same weights without transposing them in memory: rows of W are K,
- * its columns outputs. Operand A is then MN-major: a box of an m64 tile has 64 elements of K, in
- * rows of 64 outputs. */
+ * The backward's y W reads the same weights without transposing them in memory: the rows of W are
+ * K, its columns the outputs. Operand A is then MN-major: a box has a row of 64 outputs for each of
+ * 64 elements of K. */
 #ifndef MOELORA_CUDA_SM90_NATIVE_CUH
 #define MOELORA_CUDA_SM90_NATIVE_CUH
 
@@ -21,8 +21,8 @@
 
 template <class S, class T> struct NativeMainloop;
 
-/* Producers keep the rows of x that they gather in registers. With up to 32 tokens, consumers need
- * no more registers than the launch allocates. */
+/* Returns the registers of a producer thread, which keeps the offsets of gathered rows in them.
+ * With up to 32 tokens, consumers need no more registers than the launch allocates. */
 constexpr int native_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 136 : tokens > 32 ? 96 : 128;
 }
@@ -71,7 +71,7 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
     }
 
   private:
-    /* Coordinates of the box of an m64 tile, see map_weights and map_transposed_weights. */
+    /* Sets c to the coordinates of an m64 tile's box; see map_weights, map_transposed_weights. */
     static __device__ __forceinline__ void coordinates(int (&c)[4], const moelora_gemm_launch &g,
                                                        const Tile &tile, int m64, int output,
                                                        int step) {
@@ -92,10 +92,10 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
     }
   };
 
-  /* Distance between k16 slabs of operand A, in units of 16 bytes: columns of a row, or rows. */
+  /* Distance between k16 slabs of operand A in units of 16 bytes: 16 columns, MN-major 16 rows. */
   static constexpr int A_STEP = S::TRANSPOSED ? kSlabBytes / 16 : 2;
 
-  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &, WarpContext<S> &warp,

@@ -7,10 +7,10 @@
  *     fill the stage, arrive on full()           read the stage
  *     advance                                    release, advance
  *
- * `Pipeline` holds the barriers; SharedStorage holds the data of the stages, and stage headers:
- * what the producer tells the consumers about a stage. The CTAs of a cluster multicast weights to
- * each other, so a stage is empty only when the consumers of all CTAs have released it: the
- * pipelines of a cluster advance together.
+ * `Pipeline` is a position in the ring. SharedStorage holds the barriers, the data of the stages,
+ * and headers, in which the producer describes a stage to the consumers. The CTAs of a cluster
+ * multicast weights to each other, so a stage is empty only when the consumers of all CTAs have
+ * released it: the pipelines of a cluster advance together.
  *
  * Addresses are 32-bit, in the shared window: SharedMemory<S> holds the address of the struct and
  * adds member offsets. WarpContext<S> is the state of a warp, of which each warp has a copy: shared
@@ -56,8 +56,8 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
 
   __device__ __forceinline__ explicit Pipeline(uint32_t shared) : base(shared) {}
 
-  /* Called by one thread. producer_arrivals: arrivals on a full barrier, besides the transaction
-   * bytes. */
+  /* Initializes the barriers; called by one thread. producer_arrivals: arrivals on a full barrier,
+   * besides the transaction bytes. */
   __device__ __forceinline__ void init(int producer_arrivals, int consumer_warps) const {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(base + FULL + 8 * i, producer_arrivals);
@@ -160,8 +160,8 @@ struct SlabsHeader {
   }
 };
 
-/* Token range of slab `slab`, in an adapter stage whose consumers predicate by token; replaces the
- * tile. */
+/* Token range of slab `slab`, in an adapter stage whose consumers predicate by token; overwrites
+ * the TileHeader. */
 struct SlabTokens {
   int low, high;
 
@@ -267,8 +267,8 @@ template <class S> struct WarpContext {
            (owner * OWN_BUFFERS + (more & 1)) * OWN_BYTES;
   }
 
-  /* Waits until TMA has read the buffers that the warps of this consumer stored, except for the
-   * last PENDING stores of each warp. */
+  /* Waits until TMA stores have read this consumer's buffers, except for the last PENDING stores of
+   * each warp. */
   template <int PENDING = 0> __device__ __forceinline__ void wait_stores_read() const {
     if ((threadIdx.x & 31) == 0)
       tma_store_wait_read<PENDING>();

@@ -42,7 +42,7 @@ struct GatherShare {
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
   uint32_t token[ROWS]; // offsets of the rows in x, in units of 16 bytes
-  uint32_t to[PLACES];  // offset in sX of the first chunk of row i % PLACES
+  uint32_t to[PLACES];  // offsets in sX of the first chunk; row i uses i % PLACES
   int left;             // elements of K left, from the first chunk on
   const uint16_t *gX;   // x at the current k
 
@@ -152,7 +152,7 @@ template <class S> struct TokenBoxes {
 
 /* Splits the K loop into parts, between which producers find the tile's adapters, the next tile,
  * and the rows of the next tile. If the epilogue aliases a stage, producers wait longest for that
- * stage and do all of it before; otherwise a part is one k step. */
+ * stage and do all this before it; otherwise a part is one k step. */
 template <class S> struct TileParts {
   static constexpr bool AT_ONCE = WarpContext<S>::ALIASED_BUFFERS > 0;
   static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
@@ -163,9 +163,9 @@ template <class S> struct TileParts {
   }
 };
 
-/* Returns whether weights and factors are loaded with evict_first: they are read once if a cluster
- * usually has all tokens of an expert. Factors too, because they would displace other data from L2.
- * The largest native tiles run for experts with more tokens than a cluster has. */
+/* Returns whether weights and factors are loaded with evict_first. Weights are read once if a
+ * cluster usually has all tokens of an expert, unlike with the largest native tiles. Factors would
+ * displace other data from L2. */
 template <class S>
 __device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
   return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.read_again;

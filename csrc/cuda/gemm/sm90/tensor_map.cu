@@ -1,4 +1,4 @@
-/* Encodes tensor maps by the driver's cuTensorMapEncodeTiled. */
+/* Encodes tensor maps with the driver's cuTensorMapEncodeTiled. */
 #include "cuda/gemm/sm90/tensor_map.h"
 
 namespace {

@@ -1,9 +1,9 @@
 /* Tile scheduler of the Hopper GEMM: the sequence of tiles of a CTA, and the k steps of each tile.
  *
- * Small tiles use a static schedule: cluster i processes tiles i, i + clusters, ... in the order
- * of tile_order.cuh. Large tiles use a dynamic schedule: the first tile of a cluster is static,
- * the others come from an atomic counter. All producers of a cluster must see the same sequence,
- * also in the fix-up pass, so one lane fetches each tile and publishes it in global memory:
+ * Small tiles use a static schedule: cluster i processes tiles i, i + clusters, ... in the order of
+ * tile_at. Large tiles use a dynamic schedule: the first tile of a cluster is static, the others
+ * come from an atomic counter. All producers of a cluster must see the same sequence, also in the
+ * fix-up pass, so one lane fetches each tile and publishes it in global memory:
  *
  *   tile_counter [0]      tiles fetched so far
  *                [1 + i]  the tile that follows tile i in its cluster; 0: not fetched yet
@@ -12,8 +12,8 @@
  * clusters that start first rather than to those that have time.
  *
  * A tile with few k steps ends before its producers have found the next one and its adapters. Such
- * tiles are scheduled in runs, an index each: neighboring columns of one block, which share all
- * that is looked up. The last blocks are scheduled tile by tile to keep all clusters busy. */
+ * tiles are scheduled in runs of neighboring columns of one block, which share all that is looked
+ * up. A run has one index. The last blocks are scheduled tile by tile to keep all clusters busy. */
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
@@ -32,14 +32,14 @@ struct ClusterTile : Tile {
   __device__ __forceinline__ bool is_shared() const { return peer_block == block; }
 };
 
-/* Tile columns per unit of work with UNPAIRED_BLOCKS. A cluster takes half of the columns of two
- * paired blocks, or all columns of one block, two at a time: the same number of tiles. */
+/* Returns the cluster tiles per block with UNPAIRED_BLOCKS. Each of two paired blocks stands for
+ * half of the columns of both; an unpaired block has two columns per cluster tile. */
 __host__ __device__ inline int columns_each(int columns) {
   return (columns + 1) / 2;
 }
 
-/* Tile `t`, of columns_each(columns), of CTA `rank` in a cluster of two, and its number of valid
- * tokens, if some blocks are paired. Its column may be past the last one. */
+/* Returns CTA `rank`'s tile of cluster tile `t`, with UNPAIRED_BLOCKS and clusters of two, and in
+ * `count` its number of valid tokens. Its column may be past the last one. */
 __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, const Tile &t,
                                                     int columns, int rank, int *count) {
   const int each = columns_each(columns);
@@ -118,7 +118,7 @@ private:
       tile.column = min(tile.column, tile_columns<S>(g) - 1);
     shorten(g);
   }
-  /* A whole tile whose second half has no outputs becomes a half tile. */
+  /* Turns a whole tile into a half tile if its second half has no outputs. */
   __device__ __forceinline__ void shorten(const moelora_gemm_launch &g) {
     if (S::HALF_TILES && tile.half == 0 &&
         first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)

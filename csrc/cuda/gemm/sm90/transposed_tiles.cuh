@@ -6,10 +6,10 @@
  *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs of a tile
  *                                | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
  *
- * Rows of W are K, its columns outputs (operand A). A k step covers 128 elements of K: two tiles of
- * rows, or one of gate and one of up rows if these alternate in K.
+ * The rows of W are K, its columns the outputs. A k step covers 128 elements of K: two rows of
+ * tiles, or one row of gate tiles and one of up tiles if gate and up rows alternate in K.
  *
- *   sW [2][tiles of columns]         the tiles as in memory, side by side
+ *   sW [2][tiles of columns]         two rows of tiles, laid out as in memory
  *   sX [2][TOKENS]                   rows of y, 64 elements of K each
  *
  * Each of a consumer's two m64 tiles has a register buffer for operand A: while wgmma reads both,
@@ -28,7 +28,7 @@
 template <class S, class T> struct TransposedTilesMainloop;
 
 /* Dequantization needs registers besides the accumulators, as in dequantize.cuh. ZEROS_: formats
- * with zero points. */
+ * may have zero points. */
 template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
                               RegisterBudget<CONSUMERS == 1 ? 96 : 88, CONSUMERS> {
@@ -40,7 +40,7 @@ struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>
   // With more sizes of N there are too few registers for wgmmas in flight.
   static constexpr int STEP = 32, LEAST = 96;
   static_assert(TOKENS == 128, "sizes of N");
-  // Tiles of columns that hold the outputs.
+  // Tiles of a CTA's outputs in a row of tiles.
   static constexpr int COLUMN_TILES = Base::ROWS / Format::TILE_DEPTH;
   static constexpr int SPAN_BYTES = COLUMN_TILES * Format::MAX_TILE_BYTES;
 
@@ -53,12 +53,12 @@ struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>
 };
 
 template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop<S, T> {
-  /* Producer of the weights of a k step: a bulk copy for each of its two rows of tiles. Tiles of
-   * columns past the last one are left as they are; their outputs are not stored. In a row of tiles
-   * past the end of K, y is zero and weights may be anything: load the last one again. */
+  /* Producer of the weights of a k step: issues a bulk copy for each of its two rows of tiles.
+   * Tiles past the last output are not loaded; their outputs are not stored. In a row of tiles past
+   * the end of K, y is zero and weights may be anything: the last row is loaded again. */
   struct WeightLoads {
-    const char *gW; // the first tile of columns, in the first row of tiles
-    uint32_t share; // bytes of a row of tiles
+    const char *gW; // the CTA's first tile in the first row of tiles
+    uint32_t share; // bytes of the CTA's part of a row of tiles
 
     __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
       const moelora_weights &w = g.weights.w;
@@ -87,7 +87,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     }
   };
 
-  /* Elements 32 PAIR to 32 PAIR + 31 of a k step, of m64 tile t of the consumer. */
+  /* Loads elements 32 PAIR to 32 PAIR + 31 of a k step, for m64 tile t of the consumer. */
   template <int PAIR>
   static __device__ __forceinline__ void load(SlabPair<T> &rA, uint32_t sW, int thread,
                                               int consumer, int t, const moelora_weights &w) {
@@ -96,7 +96,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     const uint32_t bytes = S::Format::tile_bytes(w.format);
     if constexpr (S::Format::IS_FP8) {
       sW += consumer * bytes;
-      // ldmatrix takes the addresses of rows `lane`, scales are of rows lane / 4, ... of K.
+      // A lane passes row `lane` of K to ldmatrix, but applies the scales of rows lane / 4 + 8 i.
       const int from = interleaved ? 16 * PAIR + lane / 2 : PAIR % 2 * 32 + lane;
       const int scale = interleaved ? 16 * PAIR + row / 2 : PAIR % 2 * 32 + row;
       const bool rows = moelora_has_row_scales(w.format);
@@ -117,7 +117,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     }
   }
 
-  /* K loop of a consumer, for N tokens. Returns the last stage, which is not yet released. */
+  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -147,7 +147,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
           // The wgmmas of both m64 tiles are in flight while this one's operand is dequantized.
           SlabPair<T> rW;
           load<PAIR>(rW, sW, thread, warp.consumer, t, g.weights.w);
-          // Those that last read rA[t] have completed; the other m64 tile's are still in flight.
+          // Wait for the wgmmas that last read rA[t]; the other m64 tile's stay in flight.
           wgmma_wait<1>();
           rA[t].transpose(rW);
           wgmma_fence();

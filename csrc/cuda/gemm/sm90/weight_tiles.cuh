@@ -1,5 +1,5 @@
-/* Quantized weights of a Hopper GEMM: loads of their tiles by bulk copies, and the pipeline stage
- * of those that are multiplied with 16-bit tokens. */
+/* Loads the tiles of quantized weights by bulk copies, and defines the pipeline stage for quantized
+ * weights and 16-bit tokens. */
 #ifndef MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 #define MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
 
@@ -7,11 +7,11 @@
 #include "cuda/gemm/sm90/pipeline.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
-/* Tiles of an m64 tile that a stage holds along K. */
+/* Quantized tiles along K that a stage holds for each m64 tile. */
 template <class S>
 constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_DEPTH;
 
-/* Producer's iterator over quantized weights: the global address of this CTA's share of a tile's
+/* Producer's iterator over quantized weights: holds the global addresses of this CTA's share of the
  * m64 tiles at the next k step. One lane must issue copies of 2 to 8 KB as fast as memory delivers
  * them, so the state per step is minimal. */
 template <class S> struct WeightTiles {
@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch 
   return bytes >> is_half<S>(tile);
 }
 
-/* Quantized weights beside 16-bit tokens: a stage covers 128 elements of K, i.e. two 4-bit tiles or
- * one FP8 tile. With 64 elements, barriers would take much of the consumers' time. */
+/* K extent of a stage of quantized weights and 16-bit tokens, in units of 64: two 4-bit tiles or
+ * one FP8 tile. With one unit, barriers would take much of the consumers' time. */
 constexpr int kQuantizedSpans = 2;
 
 /* sW: m64 tile i begins at i * SLOT_BYTES; its quantized tiles along K are contiguous. */
@@ -64,7 +64,7 @@ template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedS
 
 /* Producer of the weights of a k step. One bulk copy covers both spans of an m64 tile: a single
  * lane issues all copies and cannot saturate memory with small ones. If the second 4-bit tile is
- * past the end of K, x is zero there and weights may be anything: load the first one again. */
+ * past the end of K, x is zero there and weights may be anything: the first one is loaded again. */
 template <class S> struct QuantizedLoads : WeightTiles<S> {
   static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
     return weight_tile_bytes<S>(g, tile);
@@ -85,8 +85,8 @@ template <class S> struct QuantizedLoads : WeightTiles<S> {
   }
 };
 
-/* After the K loop: multiplies accumulators by the scale of the tensor, read from the tile in
- * stage `stage`; every tile stores it. */
+/* Multiplies accumulators by the scale of the tensor after the K loop. Every tile stores this
+ * scale; it is read from stage `stage`. */
 template <class S, class T, int N>
 __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
                                                    const WarpContext<S> &warp, int stage) {
