@@ -55,10 +55,10 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   return error;
 }
 
-/* Number of blocks of KERNEL, in clusters of CLUSTER, that are resident at once on the device of
- * `exec`. Queried rather than computed: a cluster lies within a GPC, and may not fill it. Queried
- * once per device, after allow_all_shared(): all launches of a kernel on a device have the same
- * threads and shared memory. Concurrent calls write the same values. */
+/* Sets `blocks` to the number of blocks of KERNEL, in clusters of CLUSTER, that are resident at
+ * once on the device of `exec`. Queried rather than computed: a cluster lies within a GPC, and may
+ * not fill it. Queried once per device, after allow_all_shared(): all launches of a kernel on a
+ * device have the same threads and shared memory. Concurrent calls write the same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
@@ -117,7 +117,7 @@ moelora_status launch_grid(const char *name, int64_t work, int threads, const mo
 /* Dynamic shared memory that needs no opt-in: 48 KiB, less 8 KiB for static memory. */
 constexpr size_t kDefaultShared = (48 - 8) << 10;
 
-/* launch_blocks() with problem-dependent shared memory; opts in to more than kDefaultShared. */
+/* Calls launch_blocks(), after an opt-in if shared memory exceeds kDefaultShared. */
 template <auto KERNEL, class... Args>
 moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                             const moelora_exec *exec, Args... args) {
@@ -148,8 +148,9 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
-/* launch_kernel() without PDL, after a kernel that frees its SMs one by one: with PDL the first
- * free SMs would take as many blocks as they can hold, which may leave none for the last SMs. */
+/* Calls launch_kernel(), but without PDL if `work` does not fill the GPU. The previous kernel frees
+ * its SMs one by one: with PDL the first free ones could take all blocks and leave none for the
+ * last. */
 template <auto KERNEL, class... Args>
 moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {

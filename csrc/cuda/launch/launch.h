@@ -1,5 +1,6 @@
-/* Interfaces between the CUDA files of a layer. Every function enqueues work on `stream` and
- * returns a status. Pointers are device pointers unless noted otherwise; strides count elements. */
+/* Interfaces between the CUDA files of a layer. Functions that take an exec and return a status
+ * enqueue work on its stream. Pointers are device pointers unless noted otherwise; strides count
+ * elements. */
 #ifndef MOELORA_CUDA_LAUNCH_H
 #define MOELORA_CUDA_LAUNCH_H
 
@@ -44,8 +45,8 @@ typedef struct moelora_blocks {
   int32_t *expert_ids; /* [max_blocks] */
   int32_t *counts;     /* [max_blocks] */
   int32_t *pairs; /* [max_blocks] an expert's blocks are paired, except for the last one if their
-                     number is odd. For the first block of a pair, the rows of the second; for the
-                     second, minus the rows of the first; 0: unpaired. NULL: not requested */
+                     number is odd. The first of a pair has the number of rows of the second, the
+                     second minus that of the first, unpaired ones 0. NULL: not requested */
   int32_t *packed_ranks; /* [max_blocks * rows] -1: base row or padding; NULL: no adapters */
   int32_t *positions;    /* [P] position of each flat row, -1 if skipped; NULL: not requested */
   float *weights;        /* [max_blocks * rows] routing weights; NULL: not requested */
@@ -63,7 +64,7 @@ typedef struct moelora_blocks {
 /* The rows, and the schedule of their tiles. */
 typedef struct moelora_schedule {
   moelora_blocks blocks;
-  int32_t *tile_counter; /* zeros: counters of the dynamic tile scheduler; see TileScheduler */
+  int32_t *tile_counter; /* counters of the dynamic TileScheduler, initially zero */
   int32_t num_rows;      /* P */
   int32_t num_experts;
   int32_t max_loras;
@@ -72,7 +73,7 @@ typedef struct moelora_schedule {
 } moelora_schedule;
 
 /* Token rows of a main loop; `stride` and `k` count elements of x. With x as the first member, the
- * 128 x 256 tile of sm_80 would spill. For FP8, moelora_cuda_quantize_rows describes x. */
+ * 128 x 256 tile of sm_80 would spill. For FP8, moelora_quantize_launch describes x. */
 typedef struct moelora_tokens {
   moelora_divisor divisor; /* value 0: x is ordered by position */
   int64_t stride;
@@ -95,7 +96,7 @@ typedef struct moelora_weight_rows {
   bool read_again;      /* other clusters read w, too: weights_again of the plan */
 } moelora_weight_rows;
 
-/* Adapters of a projection, and the shrink output between their two halves. */
+/* Adapters of a projection, and the shrink output between A and B. */
 typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink output */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
@@ -110,8 +111,8 @@ typedef struct moelora_quantized_rows {
   int64_t stride;
   float *scales; /* [groups of 128, scales_stride] */
   int64_t scales_stride;
-  moelora_x_format rule; /* how scales are computed, or */
-  float scale;           /* a given scale */
+  moelora_x_format rule; /* how scales are computed */
+  float scale;           /* the scale of all rows, unless `rule` computes scales */
 } moelora_quantized_rows;
 
 /* Epilogue of a projection. */
@@ -144,7 +145,7 @@ typedef struct moelora_gemm_launch {
   moelora_weight_rows weights;
   moelora_lora_operands adapters;
   moelora_epilogue epilogue;
-  moelora_before_activation before; /* of kernels that save them */
+  moelora_before_activation before; /* used by kernels that save them */
 } moelora_gemm_launch;
 
 /* Shrink of the same rows:
@@ -183,8 +184,8 @@ typedef struct moelora_sum_launch {
 } moelora_sum_launch;
 
 /* align/resolve.cu: copies the caller's tables into the workspace. The originals may change while
- * kernels run, e.g. if an adapter is disabled from another stream, and kernels that read them
- * again would disagree. `take` returns the routes (the lists) with tables in the arena: dense
+ * kernels run, e.g. if an adapter is disabled from another stream, and kernels that read them again
+ * would disagree. The take functions return the routes or lists with tables in the arena: dense
  * local experts, adapters that exist and are enabled, -1 for skipped ids. expert_map is only kept
  * if requested, and then marks the local experts; ids are already mapped. */
 moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
@@ -205,8 +206,8 @@ typedef struct moelora_sort_scratch {
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 } moelora_sort_scratch;
 
-/* align/align.cu: the first allocates the scratch memory, the second fills `blocks`. If `from` is
- * not NULL, the second first resolves it into `routes`, after the previous kernel. */
+/* align/align.cu: take_scratch allocates the scratch memory, align_rows fills `blocks`. If `from`
+ * is not NULL, align_rows first resolves it into `routes`, after the previous kernel. */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,
@@ -223,26 +224,26 @@ typedef struct moelora_sorted_rows {
   moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
   moelora_sort_scratch scratch;
 } moelora_sorted_rows;
-/* align/align.cu: allocates and fills them. */
+/* align/align.cu: allocate and fill them. */
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                              const moelora_align_plan *plan, moelora_arena *arena);
 moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
                                       const moelora_sorted_rows *sorted,
                                       const moelora_align_plan *plan, const moelora_exec *exec);
 
-/* shrink/blocks.cu: over blocks or whole segments, as planned. */
+/* shrink/blocks.cu: shrinks over blocks or whole segments, as planned. */
 moelora_status moelora_cuda_shrink(const moelora_shrink_launch *s, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
-/* shrink/segments.cu, segments_sm90.cu: over whole segments, which the blocks must list. */
+/* shrink/segments.cu, segments_sm90.cu: shrink over whole segments, which the blocks must list. */
 moelora_status moelora_cuda_shrink_segments(const moelora_shrink_launch *s,
                                             const moelora_shrink_plan *plan,
                                             const moelora_exec *exec);
 moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
                                         const moelora_shrink_plan *plan, const moelora_exec *exec);
 
-/* Rows of x in e4m3 for FP8 weights (moelora_x_format). For Hopper kernels: bytes, in the column
- * order of weight tiles, zero-padded to a multiple of 128. For portable kernels: e4m3 values in
- * the dtype of x. */
+/* Quantizes rows of x to e4m3 for FP8 weights (moelora_x_format). For Hopper kernels: bytes, in the
+ * column order of weight tiles, zero-padded to a multiple of 128. For portable kernels: e4m3 values
+ * in the dtype of x. */
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
@@ -283,7 +284,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
  * so that the next call works. */
 moelora_status moelora_cuda_check(cudaError_t error, const char *what);
 int32_t moelora_cuda_num_sms(int32_t device_index);
-/* Whether the code loaded on the device supports programmatic dependent launch. */
+/* Returns whether the code loaded on the device supports programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);
 
 MOELORA_END_C

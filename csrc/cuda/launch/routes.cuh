@@ -1,6 +1,6 @@
-/* Device helpers for moelora_routes, which map ids to local experts and enabled adapters, and for
- * LoRA factors. Functions of N ids keep their loads in flight together; an id out of range reads
- * entry 0 and discards the result. */
+/* Device helpers that map ids to local experts and enabled adapters, and that address LoRA factors.
+ * Functions of N ids keep their loads in flight together; an id out of range reads entry 0 and
+ * discards the result. */
 #ifndef MOELORA_CUDA_ROUTES_CUH
 #define MOELORA_CUDA_ROUTES_CUH
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ int64_t load_id(const moelora_ids &ids, int64_t at) {
   return ids.is_64 ? ((const int64_t *)ids.data)[at] : ((const int32_t *)ids.data)[at];
 }
 
-/* Returns 0 <= id < size, with one comparison. */
+/* Returns whether 0 <= id < size, with one comparison. */
 __device__ __forceinline__ bool inside(int32_t id, int32_t size) {
   return (uint32_t)id < (uint32_t)size;
 }
@@ -71,7 +71,7 @@ struct RoutedRow {
   int32_t row = -1, expert = -1, adapter = -1;
 };
 
-/* Takes resolved routes. */
+/* Returns a flat row with its expert and adapter; `routes` must be resolved. */
 __device__ __forceinline__ RoutedRow routed_row(const moelora_routes &routes, uint32_t row) {
   const uint32_t token = row / (uint32_t)routes.top_k;
   RoutedRow found;

@@ -21,10 +21,10 @@ template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value
 }
 
 /* Permutes 32 consecutive 16-bit elements, of which lane c of four holds 8c to 8c + 7. Returns a
- * lane's operand of mma for the first 16, .x and .y, and for the others, .z and .w. Hopper adds
- * the products of an instruction in any order with the same result, so both operands may be
- * permuted within the 16. Older GPUs add eight at a time, which must be those of the instruction's
- * layout. */
+ * lane's registers of an mma operand for the first 16 (.x, .y) and for the last 16 (.z, .w). On
+ * Hopper the order of the products of an mma does not change its result, so both operands may be
+ * permuted within the 16. Older GPUs add eight products at a time: these must be the eight of the
+ * instruction's layout. */
 __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   const bool low = threadIdx.x % 4 < 2;
   const uint32_t first = __shfl_xor_sync(~0u, low ? v.z : v.x, 2);

@@ -4,7 +4,7 @@
 
 #include "cuda/ptx/mma.cuh"
 
-/* Packed a * b + c, rounded once. */
+/* Returns the packed a * b + c, rounded once. */
 template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   if constexpr (Element<T>::is_bf16)
@@ -14,7 +14,7 @@ template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t
   return d;
 }
 
-/* (a & mask) | bits. With two constants, the compiler emits two instructions. */
+/* Returns (a & mask) | bits. With two constants, the compiler emits two instructions. */
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
@@ -59,25 +59,25 @@ template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pai
   return d;
 }
 
-/* max(a, b); NaN if either is. */
+/* Returns max(a, b); NaN if either is. */
 __device__ __forceinline__ float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 }
 
-/* min(a, b); NaN if either is. */
+/* Returns min(a, b); NaN if either is. */
 __device__ __forceinline__ float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 }
 
-/* x *= by, neither moved nor contracted: where the compiler may move products of accumulators, it
- * keeps them beside the unscaled ones, and ptxas serializes the wgmmas for want of registers. */
+/* Multiplies x by `by` in place. If the compiler could move products of accumulators, it would keep
+ * both, and ptxas would serialize the wgmmas for want of registers. */
 __device__ __forceinline__ void multiply_in_place(float &x, float by) {
   asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(by));
 }
 
-/* 1 / (1 + 2^x) */
+/* Returns 1 / (1 + 2^x). */
 __device__ __forceinline__ float sigmoid_of_power(float x) {
   float y;
   asm("{\n"
@@ -90,7 +90,7 @@ __device__ __forceinline__ float sigmoid_of_power(float x) {
   return y;
 }
 
-/* g' sigmoid(g' (a + b g'^2)) (u' + c) of g' and u' clamped by gate_limit and limit; a and b
+/* Returns g' sigmoid(g' (a + b g'^2)) (u' + c); gate_limit and limit clamp g' and u'; a and b
  * include a factor of -log2(e). A single asm statement: otherwise the compiler interleaves all
  * outputs of a thread and runs out of registers. */
 __device__ __forceinline__ float gated_activation(float gate, float up, float a, float b, float c,
@@ -117,7 +117,7 @@ __device__ __forceinline__ float gated_activation(float gate, float up, float a,
   return y;
 }
 
-/* gated_activation with the constants of silu, without a limit. */
+/* Returns gated_activation with the constants of silu, without a limit. */
 __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   float y;
   asm volatile("{\n"
@@ -134,8 +134,8 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   return y;
 }
 
-/* to = cap tanh(x / cap): x (1 + z^2 p(z^2)) for |z| < 1/4, with z = x / cap, and cap (1 - 2 / (1 +
- * exp(2 |z|))) with the sign of x beyond, where that does not cancel. */
+/* to = cap tanh(x / cap). With z = x / cap, this is x (1 + z^2 p(z^2)) for |z| < 1/4. Beyond, where
+ * it does not cancel, it is cap (1 - 2 / (1 + exp(2 |z|))) with the sign of x. */
 #define MOELORA_PTX_SOFT_CAP(to, x, cap, inverse)                                                  \
   "mul.f32 z, " x ", " inverse ";\n"                                                               \
   "abs.f32 t, z;\n"                                                                                \
@@ -153,8 +153,8 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   "fma.rn.f32 " to ", " to ", z, " x ";\n"                                                         \
   "selp.f32 " to ", " to ", t, near;\n"
 
-/* alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit), from both caps and their
- * reciprocals. The sigmoid comes before up, so that 0 is not multiplied by an infinite product. */
+/* Returns alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit), given both caps and
+ * their reciprocals. The sigmoid is applied before up, so that 0 never meets infinity. */
 __device__ __forceinline__ float soft_capped_activation(float gate, float up, float alpha,
                                                         float inverse_alpha, float limit,
                                                         float inverse_limit) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ float soft_capped_activation(float gate, float up, fl
   return y;
 }
 
-/* cap tanh(x / cap), and in `slope` its derivative. */
+/* Returns cap tanh(x / cap), and in `slope` its derivative. */
 __device__ __forceinline__ float soft_cap(float x, float cap, float inverse, float &slope) {
   const float z = x * inverse, r = sigmoid_of_power(2.8853900817779268f * fabsf(z));
   slope = 4.f * r * (1.f - r);

@@ -47,8 +47,8 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-/* A plain loop: a trap or printf here would raise the register count of the whole kernel. The
- * suspend-time hint is 10 ms. Without it `mbarrier.try_wait` returns early, and spinning warps
+/* Waits in a plain loop: a trap or printf here would raise the register count of the whole kernel.
+ * The suspend-time hint is 10 ms. Without it `mbarrier.try_wait` returns early, and spinning warps
  * take issue slots from the others. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile("{\n"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map,
                : "memory");
 }
 
-/* Bulk copy of `bytes` contiguous bytes; size and addresses must be multiples of 16. */
+/* Issues a bulk copy of `bytes` contiguous bytes; size and addresses must be multiples of 16. */
 __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
-/* bulk_load to both CTAs of a cluster; each receives the data and completes its own barrier. */
+/* Issues a bulk copy to both CTAs of a cluster; it completes a barrier in each of them. */
 __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes,
                                                     uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -113,7 +113,7 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *fro
                : "memory");
 }
 
-/* TMA load to both CTAs of a cluster; each receives the box and completes its own barrier. */
+/* Issues a TMA load to both CTAs of a cluster; it completes a barrier in each of them. */
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, int c2, int c3, uint32_t barrier,
                                                       uint64_t policy) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives on the barrier of CTA `rank`. Not a release at cluster scope, which would fence all of
- * global memory: the stage was only read, and the default arrival orders those reads before it. */
+/* Arrives on the barrier of CTA `rank`. A release at cluster scope would fence all of global
+ * memory; the default orders the reads of the stage before the arrival, which suffices. */
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
@@ -196,7 +196,7 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_
                : "memory");
 }
 
-/* Whether `value` is true in any of the THREADS threads at named barrier `id`. */
+/* Returns whether `value` is true in any of the THREADS threads at named barrier `id`. */
 template <int THREADS = 128> __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   uint32_t any;
   asm volatile("{\n"
@@ -236,15 +236,15 @@ template <int COUNT> __device__ __forceinline__ void fence_accumulators(float *d
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Matrix descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: contiguous 8-row atoms
- * of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 elements. */
+/* Returns the matrix descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: contiguous
+ * 8-row atoms of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 elements. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* Matrix descriptor of a K-major tile whose rows have `steps` k16 steps (1, 2 or 4), and whose
- * swizzle is as wide as a row. */
+/* Returns the matrix descriptor of a K-major tile with rows of `steps` k16 steps (1, 2 or 4) and a
+ * swizzle as wide as a row. */
 __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
   const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
@@ -263,7 +263,7 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/* Named barrier `id` (1..15) over THREADS threads, by default a warpgroup. */
+/* Waits at named barrier `id` (1..15) for THREADS threads, by default a warpgroup. */
 template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }

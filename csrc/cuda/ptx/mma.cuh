@@ -9,7 +9,7 @@
 
 #include "cuda/ptx/pdl.cuh"
 
-/* add_times_zero: packed sum + 0 * v; stays 0 as long as v is finite. */
+/* add_times_zero returns the packed sum + 0 * v, which stays 0 as long as v is finite. */
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {
   static constexpr bool is_bf16 = true;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool
                : "memory");
 }
 
-/* from + row * bytes. In PTX, because the compiler would hoist row * bytes out of a loop, at the
- * cost of two registers. */
+/* Returns from + row * bytes. In PTX, because the compiler would hoist row * bytes out of a loop,
+ * at the cost of two registers. */
 template <class T>
 __device__ __forceinline__ const T *row_address(const T *from, uint32_t row, uint32_t bytes) {
   const T *at;
@@ -94,8 +94,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
                : "memory");
 }
 
-/* In PTX: nvcc may split the assignment of a uint4 whose words come from PTX or shuffles into four
- * 4-byte stores, each of which writes a part of a sector. */
+/* Stores 16 bytes. In PTX, because nvcc may split the assignment of a uint4 from PTX or shuffles
+ * into four 4-byte stores, each of which writes a part of a sector. */
 __device__ __forceinline__ void store_global_16(void *to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -274,8 +274,8 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
                : "memory");
 }
 
-/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8, columns 2(t%4) and 2(t%4)
- * + 1. */
+/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8 of d, columns 2(t%4) and
+ * 2(t%4) + 1. */
 template <class T>
 __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
 #define MOELORA_MMA(TYPE)                                                                          \
