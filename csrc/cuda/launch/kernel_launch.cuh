@@ -35,8 +35,8 @@ inline cudaLaunchConfig_t config_of(int64_t blocks, int threads, size_t shared_b
   return config;
 }
 
-/* Allows KERNEL the maximum dynamic shared memory of a CTA. Set once per device and independent of
- * the launch, because another thread may be about to launch with more. */
+/* Allows KERNEL the maximum dynamic shared memory of a CTA. The limit is set once per device,
+ * independent of the launch, because another thread may be about to launch with more. */
 template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
   static bool allowed[MOELORA_MAX_DEVICES];
   bool *done = &allowed[exec->device_index];

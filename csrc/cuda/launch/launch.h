@@ -169,8 +169,8 @@ typedef struct moelora_sum_launch {
   moelora_routes routes; /* resolved */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
-  /* layers: [P] position of each row of z */
-  const int32_t *positions; /* [P] by flat row, -1: skipped; NULL: a delta, z is [P] */
+  /* Layers: position in z of each flat row. */
+  const int32_t *positions; /* [P] -1: skipped; NULL: a delta, z is [P] */
   bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
@@ -272,7 +272,7 @@ moelora_status moelora_cuda_quantize_rows(const moelora_quantize_launch *q,
 moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_variant *variant,
                                 const moelora_exec *exec);
 
-/* decode/decode.cu: the whole layer in one launch. */
+/* decode/decode.cu: runs the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
 /* Sets `fits` to false, and launches nothing, if its CTAs cannot all be resident. */

@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high) {
   return d;
 }
 
-/* Broadcasts the low or high half of a register. Free: the multiply that consumes it selects the
- * half. */
+/* Broadcasts the low or high half of a register. This is free: the multiply that consumes it
+ * selects the half. */
 template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {
   uint32_t d;
   if constexpr (HALF == 0)

@@ -276,7 +276,7 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_
                : "memory");
 }
 
-/* stmatrix that transposes each 8x8 matrix. */
+/* Stores as store_matrix_x4, and transposes each 8x8 matrix. */
 __device__ __forceinline__ void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b,
                                                       uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),

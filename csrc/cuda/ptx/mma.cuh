@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* Predicated copy; if not `wanted`, `from` may be anything. NEAR is the L2 prefetch size. */
+/* Copies as above if `wanted`; otherwise `from` may be anything. NEAR is the L2 prefetch size. */
 template <int NEAR = 128>
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes,
                                               bool wanted) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* Predicated copy of 4 bytes. */
+/* Copies 4 bytes if `wanted`. */
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool wanted) {
   asm volatile("{\n"
                ".reg .pred p;\n"
@@ -259,7 +259,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
                : "memory");
 }
 
-/* ldmatrix that transposes each 8x8 matrix. */
+/* Loads as load_matrix_x4, and transposes each 8x8 matrix. */
 __device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -274,8 +274,8 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
                : "memory");
 }
 
-/* d[16, 8] += a[16, 16] b[8, 16]^T. Thread t holds rows t/4 and t/4 + 8 of d, columns 2(t%4) and
- * 2(t%4) + 1. */
+/* Adds a[16, 16] b[8, 16]^T to d[16, 8]. Thread t holds rows t/4 and t/4 + 8 of d, columns 2(t%4)
+ * and 2(t%4) + 1. */
 template <class T>
 __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
 #define MOELORA_MMA(TYPE)                                                                          \

@@ -58,7 +58,7 @@ template <int N> struct Wgmma;
                : MOELORA_D_##N                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-/* The numbers after N are those of the operands after the accumulators. */
+/* P0 to P4 are the numbers of the asm operands that follow the accumulators. */
 #define MOELORA_WGMMA(N, P0, P1, P2, P3, P4)                                                       \
   template <> struct Wgmma<N> {                                                                    \
     template <bool IS_BF16, Major MAJOR_A = Major::K>                                              \

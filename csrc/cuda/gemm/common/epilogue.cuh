@@ -65,7 +65,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     square<N>(d, g);
   }
 
-  /* The two steps of `begin`; epilogues that save values do so between them. */
+  /* Take the two steps of `begin`; epilogues that save values do so between them. */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {

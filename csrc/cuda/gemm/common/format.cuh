@@ -121,8 +121,8 @@ struct LaneOffsets {
   }
 
 private:
-  /* `values` is the offset that ldmatrix.x4 needs: of the warp's row lane % 16, k16 slab lane / 16
-   * (see moelora_fp8_offset). */
+  /* `values` is this lane's offset for ldmatrix.x4: row lane % 16 of the warp's rows, k16 slab lane
+   * / 16 (see moelora_fp8_offset). */
   static __device__ __forceinline__ LaneOffsets fp8_offsets(int warp, moelora_format format) {
     const int lane = threadIdx.x & 31, row = warp * 16 + (lane & 15);
     const int of_row = moelora_has_row_scales(format) ? warp * 16 + lane / 4 : 0;

@@ -100,7 +100,7 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(1, 2)
     MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
-    // Divided by code_unit: 1 / unit, without the 2^DEFERRED that accumulators get later.
+    // ONE / code_unit is 1 / unit, divided by the 2^DEFERRED that accumulators get later.
     constexpr float ONE = Element<T>::is_bf16 ? 0x1p102f : 0x1p14f;
     static_assert(FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> ==
                   (Element<T>::is_bf16 ? 126 - 102 : 0));

@@ -40,7 +40,7 @@ struct SwizzledRow {
 };
 static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
-/* Returns the bytes of the weights of a stage, rounded up to the alignment that the swizzle of X
+/* Returns the weight bytes of a stage, rounded up to the alignment that the swizzle of X
  * requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
 /* Ranks per k16 slab, the K of one MMA. */
 constexpr int kSlabDepth = 16;
 
-/* Bytes of a k16 slab of an m64 tile. */
+/* Bytes per k16 slab and m64 tile. */
 constexpr int kSlabBytes = 64 * kSlabDepth * 2;
 
 /* Returns whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows

@@ -153,7 +153,7 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
   }
 }
 
-/* Epilogue of a tile. epilogue.cuh sees each n8 tile as a block. */
+/* Runs the epilogue of a tile and stores it. epilogue.cuh sees each n8 tile as a block. */
 template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {

@@ -69,7 +69,7 @@ template <class E> struct WarpTile {
   }
 };
 
-/* Multiplies accumulators by the scale of the tensor, which every tile stores, after the K loop. */
+/* After the K loop, multiplies accumulators by the scale of the tensor, which every tile stores. */
 template <class E, class T>
 __device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                                    const Tile &tile) {
@@ -91,8 +91,8 @@ template <class E, class T, moelora_kernel_format FORMAT = E::FORMAT> struct Wei
 template <class E, class T> struct WeightFragments<E, T, MOELORA_KERNEL_NATIVE> {
   uint32_t a[2][E::TILES][4];
 
-  /* Returns the offset in a stage from which this lane reads the first k16 slab; the offset of slab
-   * k is that ^ k << 5. */
+  /* Returns the offset in a stage from which this lane reads the first k16 slab; slab k is at this
+   * offset ^ k << 5. */
   static __device__ __forceinline__ uint32_t offset() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     return (warp * 16 + (lane & 15)) * kRowBytes + ((lane >> 4 ^ lane & 7) << 4);

@@ -267,7 +267,7 @@ copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &li
 /* ---- consumers ---- */
 
 /* Returns the offset in sX from which a lane loads two n8 tiles of the first k16 slab with one
- * ldmatrix. The offset of slab K is that ^ K << 5. */
+ * ldmatrix. Slab K is at this offset ^ K << 5. */
 __device__ __forceinline__ uint32_t token_offset() {
   const int lane = threadIdx.x & 31, row = lane & 7;
   return ((lane >> 4) * 8 + row) * kRowBytes + ((lane >> 3 & 1 ^ row) << 4);

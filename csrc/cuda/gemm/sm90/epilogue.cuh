@@ -181,7 +181,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         !S::BY_ROW && (!(GENERAL || S::TRANSPOSED) || g.epilogue.out_by_position);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
-    // Add the bias, and apply what needs no per-token data.
+    // Add the bias and apply relu^2, which need no per-token data.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     if constexpr (S::SAVES) {
       epilogue.template add_bias<T, N>(rAcc, g);

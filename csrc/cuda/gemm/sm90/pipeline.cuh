@@ -284,8 +284,7 @@ template <class S> struct WarpContext {
     aliased = -1;
   }
 
-  /* Called after the main loop of a tile: the last stage becomes epilogue buffers, or is released.
-   */
+  /* Turns the last stage of a tile into epilogue buffers after the main loop, or releases it. */
   __device__ __forceinline__ void take_last_stage(int last) {
     if (ALIASED_BUFFERS > 0)
       aliased = last;

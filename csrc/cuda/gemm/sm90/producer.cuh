@@ -157,7 +157,7 @@ template <class S> struct TileParts {
   static constexpr bool AT_ONCE = WarpContext<S>::ALIASED_BUFFERS > 0;
   static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
 
-  /* End of a part. `last` is the index of the last part. */
+  /* Returns the end of a part. `last` is the index of the last part. */
   static __device__ __forceinline__ int end(int part, int last, int k_steps) {
     return part < last ? min(AT_ONCE ? S::STAGES - 1 : 1 + part, k_steps - 1) : k_steps;
   }
@@ -215,7 +215,7 @@ template <class S> struct NoTokenScales {
   __device__ __forceinline__ void copy(const moelora_gemm_launch &, const SharedMemory<S> &, int) {}
 };
 
-/* TMA warp: loads weights, B, and x if it is ordered by position. */
+/* Loads weights, B, and x if it is ordered by position, in the TMA warp. */
 template <class Mainloop, class S>
 __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps,
                                                const FactorMaps *b_maps,
@@ -306,7 +306,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   }
 }
 
-/* Gather warps: copy x if it is gathered, its scales, and xa. */
+/* Copies x if it is gathered, its scales, and xa, in the gather warps. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
                                                   WarpContext<S> &warp) {

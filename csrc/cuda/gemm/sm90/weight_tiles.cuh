@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch 
   return bytes >> is_half<S>(tile);
 }
 
-/* K extent of a stage of quantized weights and 16-bit tokens, in units of 64: two 4-bit tiles or
- * one FP8 tile. With one unit, barriers would take much of the consumers' time. */
+/* K extent of a stage of quantized weights and 16-bit tokens, in units of 64 elements: two 4-bit
+ * tiles, or one FP8 tile. With one unit, barriers would take much of the consumers' time. */
 constexpr int kQuantizedSpans = 2;
 
 /* sW: m64 tile i begins at i * SLOT_BYTES; its quantized tiles along K are contiguous. */
