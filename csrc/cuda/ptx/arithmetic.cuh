@@ -134,8 +134,8 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   return y;
 }
 
-/* to = cap tanh(x / cap). With z = x / cap, this is x (1 + z^2 p(z^2)) for |z| < 1/4. Beyond, where
- * it does not cancel, it is cap (1 - 2 / (1 + exp(2 |z|))) with the sign of x. */
+/* to = cap tanh(x / cap). With z = x / cap, this is x (1 + z^2 p(z^2)) for |z| < 1/4. Otherwise it
+ * is cap (1 - 2 / (1 + exp(2 |z|))), which does not cancel there, with the sign of x. */
 #define MOELORA_PTX_SOFT_CAP(to, x, cap, inverse)                                                  \
   "mul.f32 z, " x ", " inverse ";\n"                                                               \
   "abs.f32 t, z;\n"                                                                                \

@@ -40,7 +40,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   // A table maps codes to numbers in the precision of x; scales are float32.
   static constexpr bool IS_LOOKED_UP = moelora_is_looked_up(moelora_values_of(FORMAT));
 
-  // The accumulators are multiplied by a float32 scale of the tile after the K loop.
+  // After the K loop, accumulators are multiplied by a float32 scale of the tile.
   static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
   static constexpr int TILE_SCALE_OFFSET = moelora_tile_scale_offset(FORMAT);
   template <class T>

@@ -85,7 +85,7 @@ template <class S> struct QuantizedLoads : WeightTiles<S> {
   }
 };
 
-/* Multiplies accumulators by the scale of the tensor after the K loop. Every tile stores this
+/* After the K loop, multiplies accumulators by the scale of the tensor. Every tile stores this
  * scale; it is read from stage `stage`. */
 template <class S, class T, int N>
 __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
