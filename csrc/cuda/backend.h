@@ -1,4 +1,4 @@
-/* Functions of the backend's table. */
+/* Declares the functions of the backend's table. */
 #ifndef MOELORA_CUDA_BACKEND_H
 #define MOELORA_CUDA_BACKEND_H
 

@@ -16,7 +16,7 @@ enum {
   MOELORA_CUDA_ROWS
 };
 
-/* LAUNCH(NAME, T, ...) of both variants of a row. */
+/* Expands LAUNCH(NAME, T, ...) for both variants of a row. */
 #define MOELORA_BOTH_DTYPES(LAUNCH, ROLE, STEM, ...)                                               \
   LAUNCH(ROLE##_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
   LAUNCH(ROLE##_f16_##STEM, __half, __VA_ARGS__)
