@@ -52,7 +52,7 @@ static void set_lanes(align_sort *sort) {
     sort->around_shift++;
 }
 
-/* Completes a description; all other members must be set. */
+/* Sets the members that depend on the numbers of items and keys. */
 static void set_size(align_sort *sort, const moelora_sort_plan &plan, int64_t items, int64_t keys,
                      int64_t ways, const moelora_sort_scratch &parts) {
   sort->num_items = (uint32_t)items;
@@ -108,8 +108,7 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
   return sort;
 }
 
-/* Adds what only a layer uses. Blocks of a single row, which only adapters use, need no balancing.
- */
+/* Adds the members that only a layer uses. Blocks of one row serve only adapters; no balancing. */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
@@ -124,8 +123,8 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* from: routes to resolve, by a launch before the sort or by the sort itself; NULL: resolved
- * already. */
+/* Resolves the routes `from`, unless NULL: by a launch of its own if `resolves`, else in the
+ * sort. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, bool resolves,
                                const moelora_exec *exec) {
@@ -171,7 +170,7 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
   pad.out = rows;
   rows.order = parts.order;
   if (problem->mode == MOELORA_ALIGN_UNIFORM) {
-    /* blocks of one row: unpadded, with the expert and the adapter of each row */
+    /* use blocks of one row, which need no padding, and write the expert and adapter of each row */
     rows.block_size = moelora_divisor_of(1);
     rows.max_blocks = problem->routes.num_rows;
     rows.sorted_ids = parts.row;

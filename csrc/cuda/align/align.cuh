@@ -1,6 +1,6 @@
 /* Alignment on the GPU: a stable counting sort of items by key, with a padded layout.
  *
- * Items are routed rows (or, for huge key spaces, tokens first). The key of an item is
+ * Items are routed rows (for huge key spaces, tokens are sorted first). The key of an item is
  *   expert * adapter_keys + adapter + 1
  * where either part may be absent, or -1 if the item is skipped. `ways` consecutive keys form a
  * group, and each group is padded to whole blocks:
@@ -49,8 +49,8 @@ struct align_shared {
   uint32_t local[ALIGN_MAX_KEYS / 32]; /* bit mask of local experts; SORTING only */
 };
 
-/* Bins. After the layout, total[k] is the number of items of the group with smaller keys; for the
- * group's first key, where this would be 0, it is the number of items of the group. */
+/* Bins. After the layout, total[k] is the number of items with smaller keys in the group of k; for
+ * the group's first key, where this would be 0, it is the number of items of the group. */
 struct align_bins {
   int32_t *before, *total; /* [num_keys] */
   int32_t *first; /* [num_groups] first position of a group; small sorts use it for counts before
@@ -63,7 +63,7 @@ static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_
 
 /* ---- items ---- */
 
-/* Returns item `index` before sorting: choice j of the token at index `token`. */
+/* An item before sorting: choice `choice` of the token at index `token`. */
 struct align_item {
   uint32_t token, choice;
 };
@@ -118,8 +118,8 @@ static __device__ __forceinline__ void load_keys(const align_sort &s, uint32_t f
 
 /* ---- scans ---- */
 
-/* Returns the sum of `value` over all lower threads, and the total in `all`. One barrier; another
- * one is needed before `warp_sum` is reused. */
+/* Returns the sum of `value` over all lower threads, and the total in `all`. Has one barrier; the
+ * caller needs another one before it reuses `warp_sum`. */
 static __device__ __forceinline__ int32_t block_sum_before(int32_t value, int32_t *warp_sum,
                                                            int32_t *all) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -172,15 +172,15 @@ static __device__ __forceinline__ int32_t blocks_of(const align_sort &s, const a
   return blocks_for(s, count);
 }
 
-/* Items per block, except for the last ones, when `count` items are distributed evenly: the
- * smallest sufficient multiple of the grain. */
+/* Returns the number of items per block (fewer in the last blocks) if `count` items are distributed
+ * evenly: the smallest sufficient multiple of the grain. */
 static __device__ __forceinline__ int32_t even_share(const align_sort &s, int32_t count,
                                                      int32_t blocks) {
   return ((count + blocks - 1) / blocks + s.grain - 1) & -s.grain;
 }
 
-/* Returns the index of the item within its group's padded layout, given its index `place` among the
- * items. */
+/* Returns an item's index within its group's padded layout, given its index `place` among the
+ * group's items. */
 static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, int32_t place,
                                                          int32_t count, int32_t blocks) {
   if (!s.grain || blocks == 1)
@@ -189,7 +189,7 @@ static __device__ __forceinline__ int32_t place_in_group(const align_sort &s, in
   return block * (int32_t)s.block_size.value + place - block * share;
 }
 
-/* Returns the group of a key, with its first position and its number of items. */
+/* A group of keys: its index, its first position and its number of items. */
 struct align_group {
   uint32_t index;
   int32_t first, count;
@@ -204,9 +204,9 @@ static __device__ __forceinline__ align_group group_of(const align_sort &s, cons
   return {index, bins.first[index], bins.total[index * s.ways]};
 }
 
-/* Computes the layout from `before` and `total`, which on entry counts the items *not* before the
- * chunk. Returns the number of blocks. Each group is handled by 1 << scan_shift neighboring
- * threads, `scan_ways` keys per thread; or each thread handles `scan_groups` groups. */
+/* Computes the layout from `before` and `total`; on entry, `total` counts the items *not* before
+ * the chunk. Returns the number of blocks. 1 << scan_shift neighboring threads handle `scan_groups`
+ * groups, with `scan_ways` keys of each group per thread. */
 static __device__ __forceinline__ int32_t lay_out(const align_sort &s, const align_bins &bins,
                                                   align_shared &shared) {
   const uint32_t lanes = 1u << s.scan_shift, lane = threadIdx.x & (lanes - 1);
@@ -273,8 +273,8 @@ static __device__ __forceinline__ void write_padding(const align_sort &s, int64_
     s.sorted_weights[position] = 0.0f;
 }
 
-/* Writes block ids and padding around the `count` items of a group whose blocks start at `block`;
- * thread `lane` of `lanes`. */
+/* Writes block ids and padding around the `count` items of a group whose blocks start at `block`,
+ * as thread `lane` of `lanes`. */
 static __device__ __forceinline__ void write_around_group(const align_sort &s, uint32_t group,
                                                           int32_t block, int32_t count,
                                                           int32_t blocks, int32_t lane,
@@ -305,7 +305,8 @@ static __device__ __forceinline__ void write_around_group(const align_sort &s, u
   }
 }
 
-/* Writes the tail after all groups and the number of positions in use; thread `me` of `step`. */
+/* Writes the tail after all groups and the number of positions in use, and zeroes tile counters, as
+ * thread `me` of `step`. */
 static __device__ __forceinline__ void write_around_groups(const align_sort &s, int32_t num_blocks,
                                                            int64_t me, int64_t step) {
   const int64_t rows = (int64_t)num_blocks * s.block_size.value;
@@ -325,7 +326,7 @@ static __device__ __forceinline__ void write_around_groups(const align_sort &s, 
     s.tile_counters[i] = 0;
 }
 
-/* adapter * kRanks + true rank; -1 if the rank is 0. */
+/* Returns adapter * kRanks + true rank; -1 without an adapter, or if the rank is 0. */
 static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t adapter) {
   if (adapter < 0)
     return -1;
@@ -333,7 +334,7 @@ static __device__ __forceinline__ int32_t pack_rank(const align_sort &s, int32_t
   return rank > 0 ? adapter * kRanks + rank : -1;
 }
 
-/* Writes the segments of a group; thread `lane` of `lanes`. */
+/* Writes the segments of a group, as thread `lane` of `lanes`. */
 static __device__ __forceinline__ void write_segments(const align_sort &s, const align_bins &bins,
                                                       const align_group &group, int32_t blocks,
                                                       uint32_t lane, uint32_t lanes) {
@@ -416,7 +417,8 @@ static __device__ __forceinline__ void clear_bins(const align_sort &s, const ali
     shared.local[threadIdx.x] = 0;
 }
 
-/* The CTAs after the chunks zero the caller's buffer, with 16-byte stores except at its ends. */
+/* Zeroes the caller's buffer in the CTAs after the chunks, with 16-byte stores except at its
+ * ends. */
 static __device__ __forceinline__ void write_zeros(const align_sort &s) {
   wait_for_previous_kernel();
   start_next_kernel();

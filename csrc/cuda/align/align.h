@@ -7,8 +7,8 @@
 #include "cuda/launch/launch.h"
 
 constexpr int ALIGN_THREADS = MOELORA_SORT_THREADS;
-/* Items that are ranked by comparing them with each other. At most 255, so that a count fits a
- * byte, and few enough that the comparisons take no longer than a barrier. */
+/* Number of items that are ranked by pairwise comparison: at most 255, so that a count fits a byte,
+ * and few enough that the comparisons take no longer than a barrier. */
 constexpr int ALIGN_GROUP = MOELORA_SORT_GROUP;
 /* Largest number of items for which each is compared with all others. */
 constexpr int ALIGN_TINY_ITEMS = 64;
@@ -58,16 +58,15 @@ struct align_sort {
   size_t zero_bytes;
 };
 
-/* Pads rows sorted by (expert, adapter) into blocks of one pair each: `row`, `expert`, `adapter`
- * [*count]. For key spaces whose counts exceed shared memory. */
+/* Parameters of a kernel that pads rows sorted by (expert, adapter) into blocks of one pair each,
+ * for key spaces whose counts exceed shared memory. */
 struct align_pad {
   const int32_t *row, *expert, *adapter; /* [*count] */
   const int32_t *count;                  /* [1] */
   align_sort out;                        /* block size and outputs */
 };
 
-/* from: routes to resolve first, after the previous kernel has completed; NULL: resolved already.
- */
+/* Resolves the routes `from` first, after the previous kernel has completed, unless NULL. */
 moelora_status align_launch_tiny(const align_sort &sort, const moelora_routes *from,
                                  const moelora_exec *exec);
 /* The suffix is the number of loads in flight per thread. */

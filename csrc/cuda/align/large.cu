@@ -6,11 +6,11 @@
  *                 chunk itself, while the first launch runs: this keeps the table short.
  *
  *   table [num_rows, ceil(num_keys / 2)]   two 16-bit counts per word
- *   in_group [2, num_keys]                 one byte for each of eight groups of a tile
+ *   in_group [2, num_keys]                 a byte counts a key in one of 8 thread groups of a tile
  *
- * In a tile, groups of ALIGN_GROUP threads count their keys, and an item follows those of equal key
- * in lower groups. before[k] accumulates the items of key k in earlier tiles and chunks. If shared
- * memory has no room for these counts, a tile is a single group. */
+ * In a tile, each thread group of ALIGN_GROUP threads counts its keys; an item follows the items of
+ * equal key in lower thread groups. before[k] accumulates the items of key k in earlier tiles and
+ * chunks. If shared memory has no room for in_group, a tile is a single thread group. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -52,8 +52,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
                                                                            << 16;
 }
 
-/* Adds the table to the bins, separately for rows before the CTA's `own` row and for the others.
- * `teams` threads share the rows of a word. */
+/* Adds the table to the bins: rows before the CTA's row `own` to `before`, the others to `total`.
+ * `teams` threads share the rows of each word. */
 static __device__ __forceinline__ void sum_table(const align_sort &s, const align_bins &bins,
                                                  uint32_t own) {
   const uint32_t words = s.words.value;
@@ -90,8 +90,8 @@ static __device__ __forceinline__ void sum_table(const align_sort &s, const alig
   }
 }
 
-/* Returns the number of threads of the group with a lower index and the same key. `group_key` has
- * the keys of the group's ALIGN_GROUP threads. */
+/* Returns the number of lower threads in the thread group with the same key. `group_key` has the
+ * keys of the thread group. */
 static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key, int32_t key) {
   const int earlier = threadIdx.x % ALIGN_GROUP / 32 * 32;
   int32_t rank = rank_in_warp(key);
@@ -103,8 +103,8 @@ static __device__ __forceinline__ int32_t rank_in_group(const int32_t *group_key
   return rank;
 }
 
-/* Returns the number of threads of the tile with a lower index and the same key. `in_group` must be
- * zero; it is used only if the tile has several groups. Contains one barrier. */
+/* Returns the number of lower threads in the tile with the same key. `in_group` must be zero; it is
+ * used only if the tile has several thread groups. Has one barrier. */
 static __device__ __forceinline__ int32_t rank_in_tile(const align_sort &s, align_shared &shared,
                                                        uint32_t *in_group, int32_t key) {
   const uint32_t group = threadIdx.x / ALIGN_GROUP;
@@ -138,7 +138,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
-  /* ids precede align_count, `order` does not */
+  /* the ids are complete before align_count starts; `order` may not be */
   if (s.order)
     wait_for_previous_kernel();
   int32_t key[1];

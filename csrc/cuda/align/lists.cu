@@ -1,8 +1,8 @@
 /* vLLM's alignment: a list of blocks per adapter, from rows sorted by expert, then adapter.
  *
- * Each list is processed by one CTA, or several if it is long. All of them find the start of the
- * list's pairs in the sorted rows and compute the whole layout; then each writes its share of the
- * blocks and of the rest. */
+ * One CTA, or several if the list is long, processes a list. Each CTA finds where the list's pairs
+ * start in the sorted rows and computes the whole layout, then writes its share of the blocks and
+ * of the padding. */
 #include "cuda/align/align.cuh"
 #include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   int32_t *const expert_ids = p.lists.expert_ids + adapter * p.lists.expert_stride;
   const int32_t padding = (int32_t)p.routes.num_rows, lane = threadIdx.x % 32;
   for (int32_t b = part * ALIGN_WARPS + threadIdx.x / 32; b < used; b += p.parts * ALIGN_WARPS) {
-    int32_t low = 0, high = experts; // its expert: the last one that does not begin after it
+    int32_t low = 0,
+            high = experts; // find the expert of b: the last whose first block is not after b
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
       if (block[middle] <= b)

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ Reso
 
 } // namespace
 
-/* Allocates a table. Without memory (a size query) returns the original: later size queries test
- * its pointer for NULL. */
+/* Allocates a table. In a size query, which has no memory, returns the original, since later size
+ * queries test its pointer for NULL. */
 template <class Table> static Table *take_table(moelora_arena *arena, int64_t count, Table *from) {
   if (!from)
     return nullptr;

@@ -20,7 +20,7 @@ struct ResolveParams {
   int32_t *list_ids, *list_counts;
 };
 
-/* to[i] = from[i]; reads each element once. */
+/* Copies elements begin, begin + step, ..., reading each once; does nothing if `to` is NULL. */
 template <class Value>
 static __device__ __forceinline__ void copy_table(Value *to, const Value *from, int64_t count,
                                                   int64_t begin, int64_t step) {
@@ -43,7 +43,7 @@ static __device__ __forceinline__ int32_t resolve_adapter(const ResolveParams &p
   return p.adapter[token] = (int32_t)id[0];
 }
 
-/* Copies all tables except expert and adapter; elements begin, begin + step, .... */
+/* Copies elements begin, begin + step, ... of all tables except expert and adapter. */
 static __device__ __forceinline__ void resolve_others(const ResolveParams &p, int64_t begin,
                                                       int64_t step) {
   const moelora_routes &from = p.from;

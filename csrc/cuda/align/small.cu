@@ -32,7 +32,8 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   for (uint32_t base = 0;;) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      /* a warp's items are on one side of `begin`, since both are multiples of 32 */
+      /* a warp's items are all on one side of `begin`: its first item and `begin` are multiples of
+       * 32 */
       const uint32_t item = base + u * ALIGN_THREADS + threadIdx.x;
       int32_t *bin = item < begin ? bins.before : bins.total;
       if (key[u] >= 0)

@@ -10,8 +10,8 @@ constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: as in qua
 /* Enough that each warp writes the padding of one or two groups. */
 constexpr uint32_t CTAS = 16;
 
-/* Per-item data that other threads read: the key, with the index in the low bits; and for a
- * group's first item, the begin of the group's keys, its items and its blocks. */
+/* Per-item data that other threads read: the key, with the index in the low bits; and for a group's
+ * first item, the group's first key, number of items and number of blocks. */
 struct tiny_shared {
   alignas(16) int32_t item[ALIGN_TINY_ITEMS];
   alignas(16) int32_t low[ALIGN_TINY_ITEMS];    /* INT32_MAX if another item is the first */
@@ -21,8 +21,7 @@ struct tiny_shared {
   int32_t expert[ALIGN_TINY_ITEMS], adapter[ALIGN_TINY_ITEMS]; /* of rows and tokens, resolved */
 };
 
-/* Reads the caller's tables: disjoint threads read those of rows, those of tokens, and the others.
- */
+/* Resolves the caller's tables, with separate threads for rows, for tokens and for the others. */
 static __device__ __forceinline__ void resolve(const align_sort &s, const ResolveParams &tables,
                                                tiny_shared &shared) {
   constexpr int32_t EACH = ALIGN_TINY_ITEMS;
@@ -39,7 +38,7 @@ static __device__ __forceinline__ void resolve(const align_sort &s, const Resolv
   }
 }
 
-/* Loads the key of an item, as load_keys() does. */
+/* Returns the key of an item from shared memory; load_keys() loads it from global memory. */
 static __device__ __forceinline__ int32_t resolved_key(const align_sort &s,
                                                        const tiny_shared &shared, int32_t item) {
   if (item >= (int32_t)s.num_items || shared.expert[item] < 0)
@@ -72,8 +71,8 @@ static __global__ void __launch_bounds__(THREADS)
   const uint32_t group = key[0] < 0 ? 0 : group_of_key(s, key[0]);
   const int32_t low = (int32_t)(group * s.ways);
   const uint32_t width = s.ways * ALIGN_TINY_ITEMS;
-  /* Numbers of items in the group, one byte each: all, ordered before this one, of smaller index.
-   */
+  /* Counts of the group's items, one byte each: all; those sorted before this one; those of smaller
+   * index. */
   uint32_t counts = 0;
   for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
     const int4 four = *(const int4 *)(shared.item + i);
@@ -94,7 +93,7 @@ static __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();
 
-  uint32_t sizes = 0; /* blocks, 16 bits each: of all groups, of lower groups */
+  uint32_t sizes = 0; /* numbers of blocks, 16 bits each: of all groups, of lower groups */
   for (int32_t i = 4 * lane; i < items; i += 4 * LANES) {
     const int4 low4 = *(const int4 *)(shared.low + i), blocks4 = *(const int4 *)(shared.blocks + i);
     const int32_t lows[4] = {low4.x, low4.y, low4.z, low4.w};
