@@ -4,11 +4,11 @@
  *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation,
  *   shrink by B13, dz = dgu W13 + yb13 A13, sum to dx, [dt], [factors], [biases]
  *
- * dgu, h and dz are ordered by flat row, which takes no memory for the rows that pad blocks; yb2,
- * yb13 and the parts of dt by position in the blocks of rows. dgu overwrites gate_up, if the caller
- * allows it. dz has the dtype of the call, for any number of rows: the result of a token does not
- * depend on the rest of the batch. Steps whose results are not needed are skipped; launches do not
- * depend on the contents of device memory. */
+ * dgu, h and dz are ordered by flat row, so that padding takes no memory; yb2, yb13 and the parts
+ * of dt are ordered by position in the blocks of rows. dgu overwrites gate_up if the caller allows
+ * it. dz has the dtype of the call for any number of rows, so a token's result does not depend on
+ * the rest of the batch. Steps whose results are not needed are skipped; launches do not depend on
+ * the contents of device memory. */
 #include <math.h>
 
 #include "cuda/backward/steps.cuh"
@@ -28,7 +28,7 @@ struct BackwardLayout {
   float *dt; // [position, dt_parts]
   int32_t dt_parts;
   void *h;  // [P, I]
-  void *dz; // [P, K]; also the slots of gradients
+  void *dz; // [P, K]; `slots` uses the same memory
   float *slots;
   size_t bytes;
 };
@@ -79,7 +79,7 @@ void add_gradients_of_w13(moelora_gradients_launch *g, const moelora_experts_bac
   }
 }
 
-/* Adds those of the factors of w2. */
+/* Adds the products that compute gradients of the factors of w2. */
 void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
                          const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -102,7 +102,7 @@ void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_back
   add_product(g, of_b);
 }
 
-/* Describes all of them; with operands, if the layout has memory. */
+/* Describes the products of all factors; the operands are NULL if the layout has no memory. */
 moelora_gradients_launch describe_gradients(const moelora_experts_backward_problem *b,
                                             const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;

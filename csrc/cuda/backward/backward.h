@@ -6,7 +6,7 @@
 
 MOELORA_BEGIN_C
 
-/* routing_weights.cu: products of rows. Row p / divisor belongs to flat row p. */
+/* Operand of routing_weights.cu: row p / divisor belongs to flat row p. */
 typedef struct moelora_divided_rows {
   const void *data;
   int64_t stride, columns;
@@ -32,7 +32,7 @@ typedef struct moelora_weight_gradients {
 moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
                                              const moelora_exec *exec);
 
-/* zero.cu: zeros a whole gradient, or those of a sparse one that `pairs` has an index of. */
+/* zero.cu: zeroes a gradient; of a sparse one, only the entries whose index is in `pairs`. */
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                           int64_t num_pairs, const moelora_exec *exec);
 

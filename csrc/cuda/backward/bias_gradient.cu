@@ -1,8 +1,9 @@
 /* Gradients of biases: bias[e] (+)= sum over the rows of expert e, including base rows.
  *
- * A CTA sums kColumns columns of one expert. 16 threads load 8 columns of a row each, 16 rows at a
- * time: row i of the expert belongs to lane i % 16, and the sums of lanes are added in order. The
- * order of additions therefore only depends on the expert's own rows. */
+ * A CTA sums kColumns columns of one expert. 16 threads, called a lane, load a row, 8 columns per
+ * thread; the 16 lanes load 16 rows at a time. Lane i % 16 sums row i of the expert, and the sums
+ * of the lanes are added in order. The order of additions therefore only depends on the expert's
+ * rows. */
 #include "cuda/align/align.cuh"
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"

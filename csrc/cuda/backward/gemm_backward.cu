@@ -4,10 +4,10 @@
  *   shrink by B, dz = dout W + yb A, sum to dx or [weigh] rows of dx, [dt],
  *   shrink by A, [factors], [bias]
  *
- * A delta runs the same product without weights. xa = s x A^T is computed again, as in the
- * forward. yb and xa are ordered by position in the blocks of rows, dz by flat row. If every routed
- * row has a row of x, and no weight, the product writes dx. Steps whose results are not needed are
- * skipped; launches do not depend on the contents of device memory. */
+ * A delta runs the same product without weights. xa = s x A^T is computed again, as in the forward.
+ * yb and xa are ordered by position in the blocks of rows, dz by flat row. If x has a row per
+ * routed row and there are no routing weights, the product writes dx itself. Steps whose results
+ * are not needed are skipped; launches do not depend on the contents of device memory. */
 #include "cuda/backward/steps.cuh"
 
 namespace {
@@ -38,15 +38,14 @@ bool writes_dx(const moelora_gemm_backward_problem *b) {
   return b->dx && b->forward.x_per_row && !b->forward.mul_routed_weight;
 }
 
-/* Returns dout as an operand of gradients: its rows have one stride. */
+/* Returns dout, or its copy, as an operand of gradients, which has a single row stride. */
 moelora_gradient_operand rows_of_dout(const moelora_gemm_backward_problem *b,
                                       const moelora_gemm_backward_plan *plan,
                                       const GemmBackwardLayout *l) {
   return {plan->copies_dout ? l->dout : b->dout, plan->dout_stride, MOELORA_ROW_FLAT};
 }
 
-/* Describes the products that compute gradients of factors; with operands, if the layout has
- * memory. */
+/* Describes the products of all factors; the operands are NULL if the layout has no memory. */
 moelora_gradients_launch describe_gradients(const moelora_gemm_backward_problem *b,
                                             const moelora_gemm_backward_plan *plan,
                                             const GemmBackwardLayout *l) {

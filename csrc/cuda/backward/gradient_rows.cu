@@ -1,12 +1,12 @@
 /* Lists the rows that each gradient of a factor sums over, and splits them into parts.
  *
- *   search_segments   if the sort has not listed the segments of (expert, adapter): each thread
- *                     finds one by binary search
- *   find_parts        one CTA: rows before each (adapter, expert), parts of pairs and of adapters
- *   list_rows         the rows themselves, by (adapter, expert, flat row)
+ *   search_segments   finds the segment of an (expert, adapter) by binary search, one per thread;
+ *                     skipped if the sort has listed the segments
+ *   find_parts        counts the rows before each (adapter, expert), and splits pairs and adapters
+ *                     into parts, with one CTA
+ *   list_rows         lists the rows by (adapter, expert, flat row)
  *
- * The rows of an adapter are consecutive in the list, and within them those of each expert: a
- * gradient of either kind sums over a range of the list. */
+ * The gradient of a pair, or of an adapter, sums over consecutive rows of the list. */
 #include "cuda/align/align.cuh"
 #include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
@@ -31,8 +31,7 @@ __device__ __forceinline__ const moelora_segment &segment_of(const ListLaunch &s
   return s.list.segments[(int64_t)expert * (s.max_loras + 1) + 1 + adapter];
 }
 
-/* Returns the position of row `at` among the rows of blocks from `block` on, with `share` rows per
- * block. */
+/* Returns the position of row `at` of the blocks from `block` on, which hold `share` rows each. */
 __device__ __forceinline__ int position_of(const moelora_blocks &blocks, int block, int share,
                                            int at) {
   return (block + at / share) * blocks.rows + at % share;
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
     const int end = lower_bound(used, [&](int b) { return s.blocks.expert_ids[b] <= expert; });
     moelora_segment segment = {-1, 0, 0, 0};
     if (end > block) {
-      // Counts the rows of the expert; the last ones may be padding.
+      // `rows` includes padding after the rows of the expert.
       const int share = s.blocks.counts[block], rows = (end - block) * share;
       const auto first_of = [&](int wanted) {
         return lower_bound(rows, [&](int at) {
@@ -71,15 +70,15 @@ __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constan
   }
 }
 
-/* Returns the index of a pair in sparse gradients, or -1. It is read once, because other streams
- * may write to the table. */
+/* Returns the index of a pair in sparse gradients, or -1. Reads the table once, because other
+ * streams may write to it. */
 __device__ __forceinline__ int sparse_index(const ListLaunch &s, int pair) {
   const int index = s.list.given[pair];
   return index >= 0 && index < s.list.num_sparse ? index : -1;
 }
 
-/* Splits `groups` groups of rows, `experts` neighboring pairs each, into parts. sparse: [groups]
- * indices in sparse gradients, or NULL. */
+/* Splits the rows of `groups` groups into parts; a group is `experts` neighboring (adapter, expert)
+ * pairs. sparse: [groups] indices in sparse gradients, or NULL. */
 __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_parts &parts,
                                     int groups, int experts, const int32_t *sparse,
                                     int32_t *warp_sum) {

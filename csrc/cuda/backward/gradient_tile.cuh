@@ -1,7 +1,7 @@
-/* Tiles of the gradients of factors: their numbering, and how one is stored.
+/* Numbers and stores the tiles of the gradients of factors.
  *
- * A tile is RANKS columns of `ranks` by kColumns of `wide`, of one part. The columns of ranks are
- * those of all slices, concatenated, each padded to a multiple of 16. */
+ * A tile of a part is RANKS columns of `ranks` by kColumns columns of `wide`. The rank columns of
+ * all slices are concatenated, with each slice padded to a multiple of 16. */
 #ifndef MOELORA_CUDA_GRADIENT_TILE_CUH
 #define MOELORA_CUDA_GRADIENT_TILE_CUH
 
@@ -11,20 +11,20 @@
 
 constexpr int kColumns = 128;
 
-/* Kernel argument: a product. */
+/* A product, as the kernels take it. */
 struct GradientProduct {
   moelora_gradient_operand ranks, wide;
   int64_t ranks_slice;
   int32_t slices, max_rank, padded_rank, columns;
   bool weighted, transposed;
   bool ranks_vectors, wide_vectors; // operands allow 16-byte accesses
-  bool gradient_vectors;            // gradients do, in units of 8 elements
+  bool gradient_vectors;            // gradients allow them, per 8 elements
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
   int32_t first_tile, tiles; // range of its tiles within a part
   struct {
-    int32_t columns, first; // column tiles; first tile within a pair of few rows
+    int32_t columns, first; // number of column tiles; first tile within a pair with few rows
   } few;
 };
 
@@ -42,7 +42,7 @@ struct GradientTile {
   int rank, column; // first of the tile
 };
 
-/* Tile `tile` of a part, and its product. */
+/* Finds tile `tile` of a part, and returns its product. */
 template <int RANKS>
 __device__ __forceinline__ const GradientProduct &find_tile(const GradientGroup &group, int tile,
                                                             GradientTile *found) {
@@ -60,8 +60,8 @@ struct alignas(WIDTH * sizeof(V) < 16 ? WIDTH * sizeof(V) : 16) Several {
   V value[WIDTH];
 };
 
-/* to[i] = (or +=) v[i] for i < count; if overwriting, the rest of the WIDTH elements becomes zero.
- */
+/* Stores to[i] = (or +=) v[i] for i < count; when overwriting, zeroes the rest of the WIDTH
+ * elements. */
 template <int WIDTH, class V>
 __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, bool accumulate) {
   Several<WIDTH, V> all;
@@ -84,23 +84,23 @@ __device__ __forceinline__ void put(V *to, const float (&v)[WIDTH], int count, b
   *(Several<WIDTH, V> *)to = all;
 }
 
-/* threadIdx.x, hidden from the compiler, which would compute the epilogue's addresses before the
- * K loop. */
+/* Returns threadIdx.x, hidden from the compiler, which would compute the epilogue's addresses
+ * before the K loop. */
 __device__ __forceinline__ int epilogue_thread() {
   return opaque(threadIdx.x);
 }
 
-/* Returns the index of an element within a product's part of a slot, which has the order of the
+/* Returns the index of an element within a product's share of a slot, which is laid out like the
  * gradient. */
 __device__ __forceinline__ int64_t slot_index(const GradientProduct &p, int rank, int column) {
   return p.transposed ? (int64_t)column * (p.slices * p.padded_rank) + rank
                       : (int64_t)rank * p.columns + column;
 }
 
-/* Stores a tile, WIDTH neighboring elements of the gradient at a time: sums.load<TRANSPOSED>(v,
- * rank, column) loads WIDTH sums by the index of the first in the tile. Elements at and beyond the
- * true rank are zero, or left unchanged. Neighbors are columns of A, ranks of B; a thread has the
- * same ones in all of its lines. */
+/* Stores a tile by lines (rows of the gradient), in units of WIDTH columns of A or WIDTH ranks of
+ * B. sums.load<TRANSPOSED>(v, rank, column) loads the unit whose first element has these indices in
+ * the tile. Elements from the true rank on are zeroed or, if accumulating, unchanged. A thread
+ * stores the same unit of each of its lines. */
 template <class T, class S, int WIDTH, bool TRANSPOSED, class Sums>
 __device__ __forceinline__ void write_lines(const GradientProduct &p, const GradientTile &tile,
                                             const int32_t (&to)[2], int rank, bool accumulate,
@@ -140,7 +140,7 @@ __device__ __forceinline__ void write_units(const GradientProduct &p, const Grad
     write_lines<T, S, WIDTH, false>(p, tile, to, rank, accumulate, sums);
 }
 
-/* to: the gradient, by its first two dimensions. */
+/* Stores a tile. `to` has the gradient's indices in the first two dimensions. */
 template <class T, class S, class Sums>
 __device__ __forceinline__ void write_tile(const GradientProduct &p, const GradientTile &tile,
                                            const int32_t (&to)[2], int rank, bool accumulate,

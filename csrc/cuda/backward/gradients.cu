@@ -1,13 +1,13 @@
-/* Gradients of factors: grouped GEMMs ranks^T wide, whose K is the rows of a part.
+/* Gradients of factors: grouped GEMMs ranks^T wide, with the rows of a part as K.
  *
  *   index of step i + 6, rows of step i + 3    cp.async
  *   products of step i                         ldmatrix.trans, mma.sync
  *
  * K is the slow dimension of both operands in global and in shared memory, so ldmatrix transposes
- * both. ranks^T is operand A of m16n8k16, wide operand B. A CTA of 4 warps computes a tile of RANKS
- * columns of ranks by 128 columns of wide, a warp 32 of the latter; with 128 ranks there are 8
- * warps, each with half of the ranks. A K step is 32 rows, two k16. Rows in shared memory are
- * padded by 16 bytes, so that ldmatrix reads 8 rows without bank conflicts.
+ * both. ranks^T is operand A of m16n8k16, wide is operand B. A CTA of 4 warps computes a tile of
+ * RANKS columns of ranks by 128 columns of wide, 32 columns of wide per warp; with 128 ranks, there
+ * are 8 warps, each with half of the ranks. A K step is 32 rows, two k16 slabs. Rows in shared
+ * memory are padded by 16 bytes, so that ldmatrix reads 8 rows without bank conflicts.
  *
  * Rows past the end of a part are zero in both operands. Accumulators are stored to the gradient
  * through shared memory; if a gradient has several parts, to float32 slots, which sum_slots() adds
@@ -39,12 +39,12 @@ template <int RANKS_> struct GradientShape {
     char wide[ROWS * WIDE_PITCH];
     char ranks[ROWS * RANKS_PITCH];
   };
-  /* Rows of the operands. Past the end of the part they are row 0, with weight 0. */
+  /* Row indices of the operands; past the end of the part, row 0 with weight 0. */
   struct Index {
     int32_t wide[ROWS], ranks[ROWS];
     float weight[ROWS];
   };
-  /* Accumulators in the order of the gradient. The padding avoids bank conflicts. */
+  /* Accumulators, laid out like the gradient. The padding avoids bank conflicts. */
   struct Sums {
     union {
       float by_rank[RANKS][kColumns + 4];
@@ -69,7 +69,7 @@ template <int RANKS_> struct GradientShape {
     };
     Index index[INDICES];
     moelora_gradient_part part[2]; // of the current and of the next tile
-    int64_t of_pairs, all;         // tiles; here to save registers
+    int64_t of_pairs, all;         // tile counts; here to save registers
   };
 };
 
@@ -102,7 +102,7 @@ template <class T, class S> struct PartTile {
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
-  /* Returns the number of ranks of the slice from column `own` of the tile on. */
+  /* Returns how many ranks the slice has from column `own` of the tile on. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = tile.rank + own, slice = at >= p.padded_rank;
     return at < p.slices * p.padded_rank ? rank() - at + slice * p.padded_rank : 0;
@@ -164,8 +164,8 @@ template <class T, class S> struct PartTile {
            float (&rAcc)[S::WARP_TILES][S::WARP_COLUMNS / 8][4]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = warp / 4 * S::WARP_TILES;
-    // ldmatrix of wide: matrices 0 and 1 are 16 rows of 8 columns, 2 and 3 the next 8 columns; of
-    // ranks: 0 and 1 are 8 rows of 16 columns, 2 and 3 the next 8 rows.
+    // For wide, ldmatrix loads 16 rows of 8 columns as matrices 0 and 1, the next 8 columns as 2
+    // and 3; for ranks, 8 rows of 16 columns as matrices 0 and 1, the next 8 rows as 2 and 3.
     const uint32_t sWide = shared_address(stage.wide) + lane % 16 * S::WIDE_PITCH +
                            2 * (warp % 4 * S::WARP_COLUMNS + lane / 16 * 8);
     const uint32_t sRanks = shared_address(stage.ranks) +
@@ -201,8 +201,8 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* The K loop over the part, after load_first(). Writes the accumulators to shared.sums. Called by
-   * all threads; on return stages and index may be overwritten. */
+  /* Runs the K loop over the part, after load_first(), and writes the accumulators to shared.sums.
+   * All threads must call it; on return, `index` may be overwritten. */
   __device__ __forceinline__ void run(typename S::SharedStorage &shared) const {
     constexpr int STAGES = S::STAGES;
     float rAcc[S::WARP_TILES][S::WARP_COLUMNS / 8][4] = {};
@@ -245,7 +245,7 @@ template <class T, class S> struct PartTile {
     __syncthreads();
   }
 
-  /* Writes the accumulators of tiles that have ranks. */
+  /* Writes the accumulators of m16 tiles that have ranks. */
   template <bool TRANSPOSED>
   __device__ __forceinline__ void
   put_sums(typename S::Sums &sums,
@@ -273,8 +273,8 @@ template <class T, class S> struct PartTile {
     }
   }
 
-  /* Stores the sums to the gradient, if there is one, or, if it has several parts, to this part's
-   * slot. */
+  /* Stores the sums to the gradient or, if it has several parts, to this part's slot; does nothing
+   * if the part has no gradient. */
   __device__ __forceinline__ void store(const typename S::SharedStorage &shared) const {
     if (part.to[1] < 0)
       return;
@@ -293,7 +293,7 @@ template <class T, class S> struct PartTile {
   }
 };
 
-/* Tile `work` of all parts (or splits); those of pairs come first. */
+/* Finds tile `work` among the tiles of all parts (or splits); tiles of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
   int number, tile; // of the part or the split; tile within it
@@ -350,19 +350,19 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
       load_part(next, shared.part[own ^ 1]);
     if (part.count > 0 && part.to[1] >= 0) {
       tile_of(work, part).run(shared);
-    } else { // zeros or nothing; the next part has to arrive
+    } else { // nothing to sum; wait for the next part
       copy_async_commit();
       copy_async_wait<0>();
       __syncthreads();
     }
     if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
-    tile_of(work, part).store(shared); // recomputed: the K loop needs all registers
+    tile_of(work, part).store(shared); // tile recomputed: the K loop needs all registers
     __syncthreads();                   // all threads have read the sums
   }
 }
 
-/* Sums of the slots of a gradient, added in order. */
+/* Adds the slots of a gradient in order. */
 struct SlotSums {
   const GradientGroup &group;
   const GradientProduct &p;
@@ -382,7 +382,7 @@ struct SlotSums {
   }
 };
 
-/* Gradients that have several parts. */
+/* Stores the gradients that have several parts. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   wait_for_previous_kernel();
@@ -446,7 +446,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   }
 }
 
-/* Describes the arguments of the kernels except tiles. *most: largest number of rank columns of a
+/* Returns the kernels' arguments except tiles, and in *most the largest number of rank columns of a
  * product. */
 GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradient_rows *list,
                         int32_t *most) {
@@ -485,7 +485,7 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
-/* Launches the kernel for pairs with few rows; without a list there are none. */
+/* Launches the kernel for pairs with few rows. */
 template <class T, int RANKS>
 moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
   using S = FewShape<RANKS>;

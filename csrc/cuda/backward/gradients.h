@@ -1,21 +1,20 @@
 /* Gradients of factors and biases on the GPU: sums over the rows that share them.
  *
- *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
- *   gradient[l, e] (+)= wide^T ranks        the same: of B
- *   gradient[l]    (+)= the same            over the rows of an adapter: of a factor shared by
- *                                           experts
- *   bias[e]        (+)= sum of wide         over the rows of an expert
+ *   A: gradient[l, e] (+)= ranks^T wide     over the rows of an (adapter, expert)
+ *   B: gradient[l, e] (+)= wide^T ranks     over the rows of an (adapter, expert)
+ *   gradient[l]       (+)= either product   over the rows of an adapter, if experts share the
+ * factor bias[e]           (+)= sum of wide      over the rows of an expert
  *
  * A call runs, in this order on its stream:
  *
  *   moelora_cuda_list_gradient_rows   assigns rows to gradients, once for all products
- *   moelora_cuda_factor_gradients     all factors of the call
- *   moelora_cuda_bias_gradient        one bias
+ *   moelora_cuda_factor_gradients     computes the gradients of all factors
+ *   moelora_cuda_bias_gradient        computes the gradient of one bias
  *
  * The products run after the kernels that write their operands; the list only needs the alignment.
- * Sums are float32, in the order of flat rows within an expert and of experts within an adapter,
- * in parts of MOELORA_GRADIENT_ROWS rows that are added in order: results do not depend on other
- * adapters, on the position of rows, or on the grid. */
+ * Sums are float32: within an adapter in the order of experts, within an expert in the order of
+ * flat rows, in parts of MOELORA_GRADIENT_ROWS rows that are added in order. Results do not depend
+ * on other adapters, on the position of rows, or on the grid. */
 #ifndef MOELORA_CUDA_GRADIENTS_H
 #define MOELORA_CUDA_GRADIENTS_H
 
@@ -23,8 +22,8 @@
 
 MOELORA_BEGIN_C
 
-/* Rows of a part, which one CTA processes for a tile of a gradient. A multiple of the rows of a
- * stage; large enough that the float32 tiles of split sums take little memory. */
+/* Maximum number of rows of a part, which one CTA processes for a tile of a gradient: a multiple of
+ * the rows of a stage, and large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
 /* Pairs with at most this many rows go to the kernel of gradients_few.cuh, which keeps up to RANKS
  * columns of their rank rows in shared memory. */
@@ -33,10 +32,10 @@ MOELORA_BEGIN_C
 /* A part of the rows over which a gradient sums. */
 typedef struct moelora_gradient_part {
   int32_t adapter, expert; /* expert is 0 if shared */
-  int32_t to[2];           /* its gradient, by the first two dimensions; -1: it has none */
-  int32_t rank;            /* true rank; may exceed that of the stack */
+  int32_t to[2];           /* index of its gradient in the first two dimensions; -1: none */
+  int32_t rank;            /* true rank; may exceed max_rank */
   int32_t first, count;    /* range in the list of rows; 0 rows: the gradient is zero */
-  int32_t slot;            /* of its float32 tiles; -1: the gradient has one part */
+  int32_t slot;            /* slot of its float32 tiles; -1: the gradient has one part */
 } moelora_gradient_part;
 
 /* Slots of a gradient with several parts. */
@@ -48,16 +47,16 @@ typedef struct moelora_gradient_split {
 /* Parts of the gradients of one kind, in the workspace. */
 typedef struct moelora_gradient_parts {
   moelora_gradient_part *few;    /* [max_few] pairs of at most few_rows rows, not split */
-  moelora_gradient_part *part;   /* [max_parts] parts of pairs of more rows */
+  moelora_gradient_part *part;   /* [max_parts] all other parts */
   moelora_gradient_split *split; /* [max_splits] */
   int32_t *count;                /* [3] counts of `part`, `split`, `few` */
   int64_t max_parts, max_splits, max_slots, max_few;
-  int32_t few_rows; /* the largest number of rows of `few`; 0: there are none */
+  int32_t few_rows; /* the largest number of rows of a pair in `few`; 0: there are none */
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
 typedef struct moelora_gradient_rows {
-  int32_t *position, *row, *token; /* [P] by position of the blocks, flat row, row / top_k */
+  int32_t *position, *row, *token; /* [P] position in the blocks, flat row, flat row / top_k */
   float *weight;                   /* [P] routing weight; NULL: not requested */
   moelora_segment *segments;       /* [E * (max_loras + 1)] as in moelora_blocks */
   int32_t *begin;                  /* [max_loras * E + 1] first row of each (adapter, expert) */
@@ -65,11 +64,11 @@ typedef struct moelora_gradient_rows {
   moelora_gradient_parts adapters; /* of adapters; part is NULL if not requested */
   bool zeroes;                     /* gradients without rows get a part with 0 rows */
   const int32_t *given;            /* [max_loras * E] the caller's indices in sparse gradients */
-  int32_t num_sparse;              /* others have no gradient */
-  int32_t *sparse;                 /* [max_loras * E] a copy; NULL: gradients are not sparse */
+  int32_t num_sparse;              /* other indices have no gradient */
+  int32_t *sparse; /* [max_loras * E] copy of `given`; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* Which parts of moelora_gradient_rows a call fills. */
+/* Selects the parts of moelora_gradient_rows that a call fills. */
 typedef struct moelora_gradient_uses {
   bool shared;          /* some factor has one gradient for all experts */
   bool weighted;        /* some product has weights */
@@ -80,8 +79,9 @@ typedef struct moelora_gradient_uses {
                      * moelora_is_few_gradient does not hold for all gradients */
 } moelora_gradient_uses;
 
-/* Returns whether the kernel for pairs of few rows can write a gradient: overwritten, with the
- * dtype of a call, 16-byte accesses to units of 8 elements, and bytes between lines in 32 bits. */
+/* Returns whether the kernel for pairs with few rows can write a gradient: it is overwritten, has
+ * the dtype of the call, allows 16-byte accesses per 8 elements, and its row stride in bytes fits
+ * 32 bits. */
 static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
   return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
          g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_i < 1 << 30 &&
@@ -101,7 +101,7 @@ moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list
                                                const moelora_blocks *blocks,
                                                const moelora_exec *exec);
 
-/* How kernels find an operand's row from a routed row. */
+/* Selects the row of an operand that belongs to a routed row. */
 typedef enum moelora_row_index {
   MOELORA_ROW_POSITION, /* its position in the blocks */
   MOELORA_ROW_FLAT,     /* p */
@@ -115,8 +115,8 @@ typedef struct moelora_gradient_operand {
   moelora_row_index index;
 } moelora_gradient_operand;
 
-/* Gradients of one factor of each of `slices` slices with the same `wide`: the two A of gate and
- * up, which both multiply x, are one product with two slices; their B are two products. */
+/* Gradients of the A, or of the B, of `slices` slices that share `wide`: the two A of gate and up,
+ * which both multiply x, are one product with two slices; their B are two products. */
 typedef struct moelora_gradient_product {
   moelora_gradient_operand ranks; /* [, slices, max_rank] slices are ranks_slice apart */
   moelora_gradient_operand wide;  /* [, columns] */
@@ -142,7 +142,7 @@ typedef struct moelora_gradients_launch {
   float *slots; /* workspace: moelora_cuda_gradient_slot_bytes */
 } moelora_gradients_launch;
 
-/* Bytes of the float32 tiles of split sums. Products must have sizes and gradients, but no
+/* Returns the bytes of the float32 tiles of split sums. Products need sizes and gradients, but no
  * operands. */
 size_t moelora_cuda_gradient_slot_bytes(const moelora_gradients_launch *g,
                                         const moelora_gradient_rows *list);
@@ -150,7 +150,7 @@ moelora_status moelora_cuda_factor_gradients(const moelora_gradients_launch *g,
                                              const moelora_gradient_rows *list,
                                              const moelora_exec *exec);
 
-/* bias[e] (+)= sum over the rows of e, including base rows, in the order of positions. */
+/* bias[e] (+)= sum over the rows of e, including base rows, in a fixed order of positions. */
 typedef struct moelora_bias_launch {
   moelora_gradient_operand rows; /* rows of `columns` values of `dtype` */
   int64_t columns;
@@ -160,8 +160,8 @@ typedef struct moelora_bias_launch {
   bool accumulate;
 } moelora_bias_launch;
 
-/* Reads resolved routes (topk_weights if weighted), and the same members of blocks as the list,
- * except for adapters. */
+/* Reads resolved routes (topk_weights if weighted), and of the blocks' members that the list reads
+ * all except packed_ranks. */
 moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);
@@ -177,7 +177,7 @@ typedef struct moelora_rounded_factors {
 moelora_rounded_factors moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
                                                   const moelora_routes *routes, moelora_dtype dtype,
                                                   moelora_arena *arena);
-/* A single launch for all `count` projections; none if nothing is wide. */
+/* Rounds the factors of all `count` projections in one launch; launches nothing if none is wide. */
 moelora_status moelora_cuda_round_factors(const moelora_rounded_factors *rounded, int32_t count,
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);

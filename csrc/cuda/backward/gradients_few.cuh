@@ -1,9 +1,9 @@
 /* Gradients of factors of pairs with few rows, or none: grouped GEMMs bound by storing their
  * outputs.
  *
- *   CTA     all ranks rows of a pair in shared memory, up to RANKS columns of them
- *   warp    slabs of 32 columns of wide: rows by cp.async in a pipeline of its own, mma.sync,
- *           exchange in the stage that has been read, 16-byte stores
+ *   CTA     keeps all rows of `ranks` of a pair in shared memory, up to RANKS columns of each
+ *   warp    processes slabs of 32 columns of `wide`: cp.async of rows in its own pipeline,
+ * mma.sync, exchange through the last stage that it has read, 16-byte stores
  *
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
  * ones have one slice.
@@ -32,7 +32,7 @@ template <int RANKS_> struct FewShape {
   };
 };
 
-/* Tile `tile` of a pair, and its product. */
+/* Finds tile `tile` of a pair, and returns its product. */
 template <int RANKS>
 __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGroup &group,
                                                                 int tile, GradientTile *found) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
 template <class T, class S, bool TRANSPOSED> struct FewTile {
   static constexpr int M_TILES = TRANSPOSED ? S::COLUMNS / 16 : S::RANK_TILES;
   static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
-  // A line of the gradient is a rank of A or a column of B. A warp stores UNITS units of 8 elements
-  // of TURN lines at once.
+  // A line is a row of the gradient: a rank of A or a column of B. A warp stores TURN lines at
+  // once, each as UNITS units of 8 elements.
   static constexpr int UNITS = N_TILES, TURN = 32 / UNITS;
   static constexpr int CTA_COLUMNS = S::WARPS * S::COLUMNS;
   static constexpr uint32_t STAGE = S::ROWS * S::WIDE_PITCH;
@@ -88,7 +88,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
 
   /* Iterates over a warp's copies: slab by slab, and within a slab pass by pass over the rows. */
   struct Copies {
-    const T *from; // in row 0, of this lane
+    const T *from; // this lane's columns in row 0
     int left;      // columns from there on
     int slabs, passes, pass;
     uint32_t stage;
@@ -98,7 +98,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     return {(const T *)p.wide.data + column, p.columns - column, slabs, passes, 0, sWide};
   }
 
-  /* Issues the copies of a pass, of the rows that multiply() reads, and advances. */
+  /* Issues the copies of a pass, only for rows that multiply() reads, and advances. */
   __device__ __forceinline__ void load(Copies &copies) const {
     constexpr int CHUNKS = S::COLUMNS / 8, TURN_ROWS = 32 / CHUNKS;
     if (copies.slabs > 0) {
@@ -135,8 +135,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   /* Accumulates the products of a pass. */
   __device__ __forceinline__ void multiply(int pass, uint32_t stage,
                                            float (&rAcc)[M_TILES][N_TILES][4]) const {
-    // Addresses from which ldmatrix.trans loads an operand A: 16 rows of K by 16 columns in the
-    // order of m16k16; and an operand B: in that of two k16n8.
+    // Addresses from which ldmatrix.trans loads 16 rows of K by 16 columns: for operand A in the
+    // order of m16k16, for operand B in the order of two k16n8.
     const int l = lane(), a_row = l % 8 + l / 16 * 8, a_column = l / 8 % 2 * 8;
     const int b_row = l % 16, b_column = l / 16 * 8;
     const uint32_t sPass = sRanks + pass * S::ROWS * S::RANKS_PITCH;
@@ -170,8 +170,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* Returns the number of true ranks from column `own` of the tile on, in its slice. Transposed
-   * products have one slice. */
+  /* Returns how many true ranks the slice has from column `own` of the tile on. Transposed products
+   * have one slice. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = first_rank + own;
     return TRANSPOSED || at < p.padded_rank ? rank - at
@@ -179,15 +179,15 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
                                             : 0;
   }
 
-  /* The 16 bytes that a lane stores to each line lane / UNITS + i of a slab. */
+  /* The lines lane / UNITS + i of a slab; a lane stores 16 bytes of each. */
   struct Lines {
-    T *to;           // of i = 0
+    T *to;           // address for i = 0
     uint32_t stride; // bytes between lines
     int end;         // lines i < end are stored
     int valid_end;   // those with i >= valid_end are zeros
-    int columns;     // of the gradient, from this lane's first one in the slab on
+    int columns;     // columns of the gradient from this lane's first one in the slab on
   };
-  /* The lines of a slab: ranks of `slice` (gradient of A), or columns (gradient of B). */
+  /* Returns the lines of a slab: ranks of `slice` (gradient of A), or columns (gradient of B). */
   __device__ __forceinline__ Lines lines_of(int slice, int slab_column) const {
     const int line = lane() / UNITS, unit = lane() % UNITS * 8;
     const int at = first_rank - slice * p.padded_rank; // rank where the tile begins
@@ -264,7 +264,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   __device__ __forceinline__ void run() const {
     const int passes = (part.count + S::ROWS - 1) / S::ROWS;
     Lines lines = lines_of(0, first_column);
-    if (passes == 0) { // zeros
+    if (passes == 0) { // no rows: store zeros
       const float rAcc[M_TILES][N_TILES][4] = {};
 #pragma unroll 1
       for (int slab = 0; slab < slabs; slab++, advance(lines))
@@ -294,7 +294,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   }
 };
 
-/* Copies the rows of ranks to shared memory and scales them. Called by all threads. */
+/* Copies the rows of `ranks` to shared memory and scales them. All threads must call it. */
 template <class T, class S>
 __device__ __forceinline__ void
 load_few_ranks(const GradientLaunch &s, const GradientProduct &p, const moelora_gradient_part &part,

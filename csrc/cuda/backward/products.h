@@ -11,7 +11,7 @@
 
 extern "C" {
 
-/* Number of outputs that a partial sum of dt = sum(v h) covers; a warp computes and writes it. */
+/* Number of outputs that a partial sum of dt = <v, h> covers; one warp computes it. */
 #define MOELORA_DT_OUTPUTS 16
 
 /* Epilogue that applies the gradient of the activation (dAct), to each row of v:
@@ -28,17 +28,17 @@ typedef struct moelora_dact_epilogue {
   moelora_activation_terms activation;
 } moelora_dact_epilogue;
 
-/* A projection with rows of y as `tokens` and `weights` [E, tokens.k, n_out]. adapters.xa is yb;
- * only the factors A of adapters.lora are used. It writes epilogue.out, or the outputs of
- * `dact`, with n_out = I; blocks.weights are t, NULL: 1. */
+/* A product of the backward: `tokens` are rows of y, `weights` are [E, tokens.k, n_out],
+ * adapters.xa is yb; of adapters.lora only A is used. It writes epilogue.out or, with n_out = I,
+ * the outputs of `dact`. blocks.weights are t; NULL: 1. */
 struct moelora_back_launch : moelora_gemm_launch {
   moelora_dact_epilogue dact; // dgu NULL: writes epilogue.out
 };
 
-/* shrink.cu: yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the true rank
- * to the next multiple of 16; base rows are not written. Slice i uses columns of y from i *
- * slice_n on. Of `g`, only schedule, tokens and adapters are used; vectors: y and B allow 16-byte
- * accesses. */
+/* shrink.cu: computes yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the
+ * true rank to the next multiple of 16; base rows are not written. Slice i uses the columns of y
+ * from i * slice_n on. Of `g`, only schedule, tokens and adapters are used. `vectors`: y and B
+ * allow 16-byte accesses. */
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
                                         void *yb, bool vectors, moelora_dtype dtype,
                                         const moelora_exec *exec);

@@ -1,8 +1,8 @@
 /* Rounds float32 factors to the 16-bit dtype of a call, all in one launch.
  *
- * A factor is a number of rows, [max_loras, experts, rows], each contiguous; its copy is fully
- * contiguous. A CTA processes neighboring rows with about kElements elements, a thread 4 elements
- * at a time, or one if alignment requires it. */
+ * Each row of a factor [max_loras, experts, rows] is contiguous; the copy is contiguous as a whole.
+ * A CTA processes neighboring rows with about kElements elements; a thread rounds 4 elements at a
+ * time, or one if alignment requires it. */
 #include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"

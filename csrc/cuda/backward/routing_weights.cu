@@ -1,9 +1,9 @@
-/* Gradients of routing weights, one warp per few flat rows:
+/* Gradients of routing weights, with one warp per kRows flat rows:
  *
  *   dt[p] = sum over the parts of <v, h>, or <dz[p], x[p]>, plus <dout[p], bias[e]>
  *
- * of which each term may be absent, and 0 for skipped rows. Each lane adds every 32nd element of a
- * term, then lanes are reduced: the order of additions only depends on sizes. */
+ * Each term may be absent; dt is 0 for skipped rows. Each lane adds every 32nd element of a term,
+ * then the lanes are reduced, so the order of additions only depends on sizes. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"

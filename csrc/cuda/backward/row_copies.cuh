@@ -1,5 +1,5 @@
-/* Copies of rows of gradient operands to shared memory, and what the kernels that use them share.
- */
+/* Copies rows of gradient operands to shared memory, and declares what the gradient kernels
+ * share. */
 #ifndef MOELORA_CUDA_ROW_COPIES_CUH
 #define MOELORA_CUDA_ROW_COPIES_CUH
 
@@ -7,7 +7,7 @@
 
 struct GradientLaunch {
   GradientGroup group[2];  // of pairs, of adapters
-  const int32_t *index[3]; // [P] by moelora_row_index
+  const int32_t *index[3]; // [P] row indices, by moelora_row_index
   const float *weight;
   bool accumulate;
 };
@@ -23,7 +23,7 @@ template <class T> struct RowCopies {
     size = max(min(left, 8), 0);
     from = (const T *)operand.data + (size ? offset : 0);
   }
-  /* Zero-fills unless the row is `valid`. */
+  /* Copies the columns of a row, or zero-fills if it is not `valid`. */
   __device__ __forceinline__ void copy(const moelora_gradient_operand &operand, bool vectors,
                                        uint32_t to, int row, bool valid) const {
     if (vectors)

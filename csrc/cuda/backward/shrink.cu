@@ -1,21 +1,22 @@
 /* Shrinks of a backward: yb[position, slice * xa_slice + r] = round(s[l] sum_n y[n] B[l, e, n, r])
  *
  * for rows of adapter l and r below its true rank; zero from there to the next multiple of 16.
- * Ranks of B are contiguous, while operand A of a product needs them as rows: ldmatrix transposes.
+ * Ranks of B are contiguous, but operand A of mma needs them as rows, so ldmatrix transposes.
  *
- * A work unit is a slice, up to RANKS ranks, and
+ * A work unit covers up to RANKS ranks of a slice, and
  *
- *   LISTED      every kSplits-th TOKENS rows of a segment, of those that the sort or the gradients
+ *   LISTED      every kSplits-th group of TOKENS rows of a segment that the sort or the gradients
  *               have listed
- *   otherwise   up to TOKENS rows of a block: a CTA loops over the segments among them
+ *   otherwise   up to TOKENS rows of a block; a CTA loops over the segments among them
  *
  * For each segment a CTA loops over K, with a cp.async pipeline:
  *
- *   X [TOKENS rows][64 of K]    those of the segment
+ *   X [TOKENS rows][64 of K]    zeros outside the segment
  *   B [64 of K][RANKS]          zeros past the end of K
  *
- * Warps share 16 rows each, and, if there are fewer rows, their ranks. K is accumulated in k16
- * steps in order: the result of a row does not depend on other rows. */
+ * A warp computes 16 rows; if the segment has fewer such groups of rows than warps, several warps
+ * split the ranks of a group. K is accumulated in k16 steps in order: the result of a row does not
+ * depend on other rows. */
 #include "cuda/backward/products.h"
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -25,19 +26,19 @@
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSplits = 2; // units of a listed segment
-// Segments are listed for up to kListedRows rows per pair on average, in units of 32 rows up to
-// kFewRows, unless pairs outnumber rows kEmptyPairs times: most units would be empty.
+constexpr int kSplits = 2; // units per listed segment
+// LISTED is used up to kListedRows rows per pair on average, with TOKENS = 32 up to kFewRows,
+// unless pairs outnumber rows kEmptyPairs times: most units would be empty.
 constexpr int64_t kListedRows = 64, kFewRows = 24, kEmptyPairs = 8;
 
-/* Segments of few rows are bound by latencies: their CTAs are small, with many on an SM. */
+/* Segments with few rows are bound by latency: their CTAs are small, with many on an SM. */
 template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
   static constexpr int TILES = TILES_, TOKENS = TOKENS_;
   static constexpr bool LISTED = LISTED_;
   static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
   static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
-  // Maximum m16 tiles of ranks of a warp. With two groups, each has at least two warps, which share
-  // its ranks; with four, a group may have a single warp.
+  // Maximum number of m16 rank tiles per warp. With two groups, each has at least two warps, which
+  // split its ranks; with four, a group may have a single warp.
   static constexpr int OWN = GROUPS == 2 ? (TILES + 1) / 2 : TILES;
   static_assert(GROUPS == 2 || GROUPS == kWarps, "all groups at once");
 
@@ -52,7 +53,7 @@ struct BackShrinkParams {
   moelora_gemm_launch g;
   const float *scalings; // [max_loras] or NULL
   void *yb;
-  int32_t parts, chunks; // parts of a block's rows; chunks of its ranks
+  int32_t parts, chunks; // parts of TOKENS rows per block; chunks of RANKS ranks
 };
 
 /* A segment's rows [low, high) within a part. */
@@ -60,8 +61,8 @@ struct PartSegment {
   int low, high, packed;
 };
 
-/* Position of row t of a part. The segment has `share` rows in each block of `rows` positions; the
- * part begins at row `at` of a block. */
+/* Maps row t of a part to its position. The segment has `share` rows in each block of `rows`
+ * positions; the part begins at row `at` of a block. */
 struct PartPositions {
   int64_t block; // first position of the block
   int at, share, rows;
@@ -72,7 +73,7 @@ struct PartPositions {
   }
 };
 
-/* Iterates over the segments of a part. */
+/* Shrinks the segments of a part. */
 template <class T, bool VECTORS, class S> struct BackShrink {
   // Rows of X and of B that the threads copy at once; a thread copies eight elements of each.
   static constexpr int X_ROWS = kThreads / 8, B_ROWS = kThreads / (2 * S::TILES);
@@ -80,7 +81,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   uint32_t base;
   PartPositions position;
   int slice, chunk, expert;
-  uint32_t row[S::GROUPS]; // of y, for token threadIdx.x / 8 + 16 i
+  uint32_t row[S::GROUPS]; // of y, for row threadIdx.x / 8 + X_ROWS * i of the part
 
   /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {
@@ -93,7 +94,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     return segment.packed % kRanks - chunk * S::RANKS;
   }
 
-  /* Copies of a thread: issue() copies a step and advances to the next. */
+  /* A thread's copies: issue() issues those of a step and advances to the next. */
   struct Copies {
     const T *x[S::GROUPS], *b; // sources of the next step
     const T *mapped;           // valid source of copies that only zero-fill
@@ -122,7 +123,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       to = (threadIdx.x / 8) * kRowBytes + ((lane ^ (int)threadIdx.x / 8 & 7) << 4);
       stage = shrink.base;
     }
-    /* Returns the offset of this thread's chunk of row n of B in a stage. */
+    /* Returns the offset, within sB, of this thread's chunk of row n. */
     static __device__ __forceinline__ uint32_t b_chunk(int n) {
       return n * kRowBytes + (((int)threadIdx.x % (2 * S::TILES) ^ n & 7) << 4);
     }
@@ -177,7 +178,8 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     const Work work(segment, warp, ranks_of(segment));
     const int first = work.first;
     const bool mine = first < segment.high && first + 16 > segment.low && work.low < work.high;
-    // Addresses from which this lane loads the first k16 slab: of B transposed, of X two n8 tiles.
+    // Rows from which this lane's ldmatrix loads the first k16 slab: B transposed, X as two n8
+    // tiles.
     const int depth_row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
     const uint32_t b_row = depth_row * kRowBytes, x_row = (first + depth_row) * kRowBytes;
     float d[S::OWN][2][4] = {};
@@ -220,7 +222,8 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       store(segment, work, d);
   }
 
-  /* Scaled, rounded and transposed: a lane stores two ranks of a token. */
+  /* Scales, rounds and transposes the accumulators; a lane stores two ranks of a token at a
+   * time. */
   __device__ __forceinline__ void store(const PartSegment &segment, const Work &work,
                                         const float (&d)[S::OWN][2][4]) const {
     const int lane = threadIdx.x & 31;
@@ -249,7 +252,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   }
 };
 
-/* Work of a CTA: up to TOKENS rows of a block. */
+/* Processes up to TOKENS rows of a block with one CTA. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t base, int block,
                                             int part, int slice, int chunk) {
@@ -273,7 +276,8 @@ __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t 
   }
 }
 
-/* Work of a CTA: every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
+/* Processes every kSplits-th group of TOKENS rows of a listed segment of `expert`, from group
+ * `split` on, with one CTA. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_t base, int4 listed,
                                               int expert, int split, int slice, int chunk) {
@@ -341,7 +345,7 @@ moelora_status launch(const BackShrinkParams &p, const moelora_exec *exec) {
   const moelora_schedule &schedule = p.g.schedule;
   const int64_t pairs = (int64_t)schedule.num_experts * schedule.max_loras;
   const int64_t rows = schedule.num_rows;
-  // Segments that a unit holds on average are not cut by blocks, and their B is read once.
+  // If a unit holds an average segment, LISTED does not cut it at blocks, and reads its B once.
   if (!schedule.blocks.segments || rows > kListedRows * pairs || pairs > kEmptyPairs * rows)
     return launch_shape<T, VECTORS, BackShape<TILES, 64, false>>(p, exec);
   if (rows > kFewRows * pairs)

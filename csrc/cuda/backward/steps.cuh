@@ -1,4 +1,4 @@
-/* Steps that the backward of a layer and that of a projection have in common. */
+/* Steps that the backward passes of a layer and of a projection share. */
 #ifndef MOELORA_CUDA_BACKWARD_STEPS_CUH
 #define MOELORA_CUDA_BACKWARD_STEPS_CUH
 
@@ -17,7 +17,7 @@ inline bool has_adapters(const moelora_routes *routes, const moelora_factors *lo
 struct SummedGradients {
   const moelora_gradient *factors[2 * MOELORA_MAX_SLICES], *biases[2];
   int num_factors, num_biases;
-  int32_t rank_columns; // enough for the factors of a projection
+  int32_t rank_columns; // maximum over the projections
   moelora_gradient_pairs pairs;
 
   void add_ranks(const moelora_factors *lora) {
@@ -48,8 +48,8 @@ struct SummedGradients {
     return {any_shared(routes), weighted,         !accumulate,
             pairs.index,        pairs.num_sparse, few ? MOELORA_GRADIENT_FEW(rank_columns) : 0};
   }
-  /* Zeros the gradients to which no row contributes: of factors without adapters, or all if there
-   * are no tokens. */
+  /* Zeroes the gradients to which no row contributes: those of factors if there are no adapters,
+   * all if there are no rows. */
   moelora_status zero(const moelora_routes *routes, const moelora_exec *exec) const {
     if (routes->num_rows == 0 || !routes->token_lora_mapping.data)
       for (int i = 0; i < num_factors; i++)
@@ -76,13 +76,13 @@ inline moelora_back_launch back_product(const Alignment *a, const moelora_weight
   g.tokens.k = w->data ? (int32_t)w->n : 0; // a delta has no weights, only factors
   g.weights.w.bias = nullptr;
   g.weights.n_out = (int32_t)w->k;
-  g.epilogue.activation.kind = MOELORA_SILU; // none, since it is not gated
+  g.epilogue.activation.kind = MOELORA_SILU; // no activation, since it is not gated
   if (g.schedule.blocks.packed_ranks)
     g.weights.factors_vectors = plan->a_vectors;
   return g;
 }
 
-/* Lists the rows of gradients. The shrinks use its segments if the sort has listed none. */
+/* Lists the rows of gradients; the shrinks use the list's segments if the sort has listed none. */
 inline moelora_status list_gradient_rows(const moelora_gradient_rows *list, Alignment *a,
                                          const moelora_exec *exec) {
   MOELORA_TRY(moelora_cuda_list_gradient_rows(list, &a->routes, &a->blocks, exec));
@@ -91,7 +91,7 @@ inline moelora_status list_gradient_rows(const moelora_gradient_rows *list, Alig
   return MOELORA_OK;
 }
 
-/* yb, for adapters. */
+/* Computes yb, unless it is NULL. */
 inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_product_plan *plan,
                                   const moelora_routes *routes, void *yb,
                                   const moelora_exec *exec) {
@@ -109,7 +109,7 @@ inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_
   return launch ? launch(g, plan, exec) : moelora_no_kernel(plan->variant->name, "is not built");
 }
 
-/* Computes dt, the sum of the terms that the caller has added. */
+/* Returns a description of dt without terms, which the caller adds. */
 inline moelora_weight_gradients gradients_of_weights(const Alignment *a, float *out,
                                                      const int64_t out_stride[2]) {
   moelora_weight_gradients s = {};

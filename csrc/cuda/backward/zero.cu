@@ -1,5 +1,5 @@
-/* Zeros a gradient to which no row contributes, or the pairs of a sparse gradient that have an
- * index. A CTA zeros a row. */
+/* Zeroes a gradient to which no row contributes; of a sparse one, the entries whose index is in
+ * `pairs`. A CTA zeroes a row. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"
