@@ -1,25 +1,25 @@
-/* The whole layer in one launch, for a few tokens and 4-bit weights: its host side, common to all
- * formats. The kernel is in decode/tiles.cuh. Grid syncs replace launches.
+/* Host side, common to all formats, of the kernel that runs a whole layer in one launch, for a few
+ * tokens and 4-bit weights. The kernel is in decode/tiles.cuh; grid syncs replace launches.
  *
  *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
  *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    64 outputs, ungated 128
  *   SHRINK2   xa2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
- * are the four kinds of work items, each processed by a CTA. Those of W2 cover all active experts
- * (see decode/tables.cuh), so that z is never stored and its sum takes no launch. There are three
- * grid syncs: xa13 is ready, h is ready, xa2 is ready. A CTA arrives once it has no more items that
- * write (at once if it has none), and waits as late as possible: the base product precedes the wait
- * for the shrink whose delta is added to it.
+ * These are the four kinds of work items; a CTA processes an item. A W2 item covers all active
+ * experts (see decode/tables.cuh), so that z is never stored and its sum takes no launch. Three
+ * grid syncs wait for xa13, h and xa2. A CTA arrives once it has no more items that write (at once
+ * if it has none), and waits as late as possible: after the base product to which it then adds the
+ * delta of the awaited shrink.
  *
- * Results equal those of the separate launches bit for bit: a base product has one accumulator, of
- * one warp, in the order of K, and the delta is added after it; a shrink adds the same spans, one
- * of each warp; what is summed over top_k is rounded before.
+ * Results are bitwise equal to those of the separate launches: one warp accumulates a base product
+ * in the order of K and then adds the delta; a shrink adds the same K spans, one per warp; rows are
+ * rounded before the sum over top_k.
  *
- * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks of 32 of K,
- * the next one in halves as registers become free. In a block, lane (g, c) = (lane / 4, lane % 4)
- * loads elements 8c to 8c + 7 of rows g and g + 8 and of token g, and exchanges them so that each
- * of two products has 16 consecutive elements. d[2i + j] is then row g + 8i, token 2c + j.
+ * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks, each 32 of
+ * K; it loads the next chunk in halves as registers become free. In a block, lane (g, c) = (lane /
+ * 4, lane % 4) loads elements 8c to 8c + 7 of rows g and g + 8 and of token g; lanes exchange them
+ * so that each of two mma has 16 consecutive elements. d[2i + j] is then row g + 8i, token 2c + j.
  *
  * Tokens are columns of the mma, so the values of one token never affect another, whatever its
  * factors contain. */

@@ -1,5 +1,5 @@
-/* Epilogue of the decode kernels: combines the partial sums of warps, then applies bias,
- * activation and rounding. Results equal those of the separate kernels bit for bit. */
+/* Epilogue of the decode kernels: combines the partial sums of warps, then applies bias, activation
+ * and rounding. Results are bitwise equal to those of the separate kernels. */
 #ifndef MOELORA_CUDA_DECODE_EPILOGUE_CUH
 #define MOELORA_CUDA_DECODE_EPILOGUE_CUH
 
@@ -32,7 +32,7 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
 }
 
 /* Adds the partial sums of a shrink in the order of K and writes the ranks of token `warp`, scaled
- * by 2^-DEFERRED. */
+ * by the adapter's scaling and 2^-DEFERRED. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tables &t,
                                                 const WorkItem &item, const float *partial) {
@@ -52,8 +52,8 @@ __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tab
   to[lane] = Element<T>::round(r.first + lane < r.rank ? scaling * sum : 0.f);
 }
 
-/* Rounds the product of a W2 item with one active expert, scaled by 2^DEFERRED, and stores it by
- * row. */
+/* Scales the product of a W2 item and one active expert by 2^DEFERRED, adds the bias, rounds, and
+ * stores it by row. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &t,
                                            const WorkItem &item, const float (&d)[4], float *rows) {

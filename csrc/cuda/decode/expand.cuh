@@ -8,9 +8,9 @@
 
 namespace decode {
 
-/* Two consecutive k16 slabs of a segment. Slabs are numbered across slices, so that the two may be
- * of different slices. Of a quad, lanes 0 and 1 hold the first slab, 8 ranks each, 2 and 3 the
- * other. */
+/* Two consecutive k16 slabs of a segment. Slabs are numbered across slices, so the two may be of
+ * different slices. In a quad, lanes 0 and 1 hold the first slab, 8 ranks each, lanes 2 and 3 the
+ * second. */
 struct DoubleSlab {
   int segment, rank, slabs; // per slice
   int first;                // first of the two
@@ -47,7 +47,8 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
   return e;
 }
 
-/* Returns the address of the ranks in B's row of g + 8 half; NULL if the slice has no such row. */
+/* Returns the address of a lane's ranks in the row of B for output g + 8 * half; NULL if there are
+ * none. */
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {
@@ -74,7 +75,8 @@ __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tabl
   });
 }
 
-/* Keeps the first `count` of eight elements: beyond the true rank a factor may hold NaN. */
+/* Zeroes all but the first `count` of eight elements: beyond the true rank a factor may hold
+ * NaN. */
 __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   auto keep = [&](uint32_t word, int first) {
     return count >= first + 2 ? word : count == first + 1 ? word & 0xffff : 0;
@@ -82,7 +84,7 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
-/* d += xa B^T for the tokens of each adapter. */
+/* Adds xa B^T to d, for the tokens of each adapter. */
 template <class T>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&d)[4]) {

@@ -21,7 +21,7 @@ constexpr int kResident = kMaxResident;
 /* State of a grid sync, which is split into arrive and wait. */
 struct GridSync {
   unsigned arrival;
-  bool waits;   // whether the grid sync of that arrival is still to be waited for
+  bool waits;   // the CTA has arrived, but has not waited yet
   bool shrinks; // shrink items remain or have run, and the CTA has not arrived after them
 };
 

@@ -124,7 +124,7 @@ __device__ __forceinline__ void start(const DecodeParams &p, const Tables &t,
   step_chunk(buffer.next);
 }
 
-/* d += rows x^T over one block, 16 consecutive elements at a time. */
+/* Adds the product of one block to d, 16 consecutive elements at a time. */
 template <class T>
 __device__ __forceinline__ void multiply_block(float (&d)[4], const uint4 (&w)[2], const uint4 &x) {
   const uint4 low = neighbors_16(w[0]), high = neighbors_16(w[1]), tokens = neighbors_16(x);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_block(float (&d)[4], const uint4 (&w)[2
   mma_16816<T>(d, a[1], b[1]);
 }
 
-/* Multiplies blocks FIRST to FIRST + kBatch - 1 of a chunk, and reloads them. */
+/* Multiplies blocks FIRST to FIRST + kBatch - 1 of a chunk. */
 template <class T, int FIRST>
 __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuffer &buffer,
                                                const OperandRows<1> &x) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_batch(float (&d)[4], const PrefetchBuff
   }
 }
 
-/* Prefetches the rows of A that a warp loads next in its K span to L2: a 128-byte line is two
+/* Prefetches to L2 the rows of A that a warp loads next in its K span; a 128-byte line is two
  * blocks. */
 __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
   const int c = threadIdx.x % 4;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
         prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
-/* d += the K span whose first chunk is in the buffer; `work` is already at the next. */
+/* Adds to d the K span whose first chunk is in the buffer; `work` is already at the next span. */
 template <class T>
 __device__ __forceinline__ void
 multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,
@@ -176,7 +176,7 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
       follow(p, t, work, buffer);
     multiply_batch<T, 0>(d, buffer, x);
     load_batch<0>(buffer);
-    if (blocks > -kBatch) // the branch also keeps the compiler from moving the loads above below it
+    if (blocks > -kBatch) // the branch also keeps the compiler from sinking the loads above past it
       multiply_batch<T, kBatch>(d, buffer, x);
     load_batch<kBatch>(buffer);
     step_chunk(buffer.next);
@@ -185,7 +185,7 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
 }
 
 /* Accumulates the K span in d, for factors without 16-byte alignment. `next` points kChunk blocks
- * ahead, at the rows to prefetch. */
+ * past the start of the span, as it does for prefetching. */
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
                                                   const OperandRows<1> &x, float (&d)[4]) {

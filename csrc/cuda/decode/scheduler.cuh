@@ -18,7 +18,7 @@ struct DecodeParams {
   moelora_divisor by_tiles13; // divides by tiles13
   int32_t max_shrinks13;      // upper bound of SHRINK13 items, whatever ids contain
   int32_t staged_bytes;       // shared memory for tokens
-  int32_t span_blocks[2];     // of a shrink: blocks of K per span; of w13, of w2
+  int32_t span_blocks[2];     // blocks of K per span of a shrink; of w13, of w2
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
   uint32_t *digests;               // [CTAs] of each CTA's snapshot
@@ -68,12 +68,13 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
 
 /* ---- iteration over K spans ---- */
 
-/* Returns how many CTAs have no SHRINK13 items: these are distributed from the last CTA on. */
+/* Returns how many CTAs have no SHRINK13 items, which are distributed from the last CTA
+ * backwards. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.max_shrinks13, 0);
 }
 
-/* The CTA's first item of a shrink. */
+/* Returns the CTA's first shrink item. */
 __device__ __forceinline__ int first_shrink() {
   return (int)(gridDim.x - 1 - blockIdx.x);
 }
@@ -82,7 +83,7 @@ __device__ __forceinline__ bool has_item(const Tables &t, const WorkIterator &wo
   return work.index < t.items[work.kind];
 }
 
-/* The K span of a shrink at `work`; empty if the warp has none, or there is no item. */
+/* Returns the K span of a shrink at `work`; empty if the warp has none, or there is no item. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
   if (!has_item(t, work))
@@ -167,7 +168,7 @@ __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
 
 /* ---- rows of a shrink item ---- */
 
-/* Rows g and g + 8 of the shrink item at `work`, at the start of `span`. Rows beyond the last
+/* Finds rows g and g + 8 of the shrink item at `work`, at the start of `span`. Rows beyond the last
  * repeat it; their sums are not stored. */
 __device__ __forceinline__ void item_rows(const DecodeParams &p, const Tables &t,
                                           const WorkIterator &work, const KSpan &span, int g,

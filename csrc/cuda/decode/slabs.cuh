@@ -1,5 +1,5 @@
-/* Products with the weights. Each warp has its own pipeline in shared memory, which holds the
- * next slabs that it multiplies, across items and from W13 to W2: weights do not depend on grid
+/* Multiplies by the 4-bit weights. Each warp has its own pipeline in shared memory, which holds the
+ * slabs that it multiplies next, across items and from W13 to W2: weights do not depend on grid
  * syncs. A slab is 16 rows of a tile of 4-bit values, 64 elements of K:
  *
  *   values [32 lanes] 16 bytes    as in the tile: a lane's part of operand A of four mma
@@ -13,8 +13,8 @@
 
 namespace decode {
 
-/* Stages of a warp. They take 104 KB of an SM with two CTAs, or 50 KB if there are fewer items than
- * CTAs and an SM has one; a CTA then just fits the 99 KB of the smallest GPUs. */
+/* Stages per warp. They take 104 KB of an SM with two CTAs, or 50 KB if an SM has one because items
+ * are fewer than CTAs; a CTA then just fits the 99 KB of the smallest GPUs. */
 constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ const moelora_weights &weights_of(const DecodeParams 
   return kind == W13 ? p.p.w13 : p.p.w2;
 }
 
-/* Returns the byte offset from a lane's values to its part of the scales and zeros. */
+/* Returns the byte offset from a lane's values to its part of the scales and zeros; 0 if none. */
 __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
   const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
   const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
@@ -138,7 +138,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Prefetches the slabs that a warp copies next to L2, before a grid sync. */
+/* Prefetches to L2 the slabs that a warp copies next, before a grid sync. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;
@@ -174,8 +174,8 @@ __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const 
   return x;
 }
 
-/* b[i / 4][i % 4]: columns 8 i + 2 (lane % 4) and the next, of token lane / 4; advances to the
- * next tile. */
+/* Loads columns 8 i + 2 (lane % 4) and the next, of token lane / 4, to b[i / 4][i % 4]; advances to
+ * the next tile. */
 template <bool STAGED>
 __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4]) {
   if constexpr (STAGED) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* d += the slabs of a product, which are next in the pipeline. Tokens that are not STAGED are
+/* Adds the slabs of a product, which are next in the pipeline, to d. Tokens that are not STAGED are
  * loaded one slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
   }
 }
 
-/* d = this warp's product of an item, not yet scaled by 2^DEFERRED. */
+/* Computes this warp's product of an item in d, not yet scaled by 2^DEFERRED. */
 template <class T, moelora_kernel_format FORMAT>
 __device__ __forceinline__ void multiply_tiles(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item, const TokenRows &tokens,

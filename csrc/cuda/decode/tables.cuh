@@ -23,10 +23,10 @@ static_assert(kRows == 64, "a warp looks after rows, active experts or segments 
 
 /* Maximum number of CTAs: each thread compares the digests of up to four CTAs. */
 constexpr int kMaxCtas = 4 * kThreads;
-/* Copies of all digests, so that CTAs load different lines. */
+/* Number of copies of the digests, so that CTAs load different cache lines. */
 constexpr int kCopies = 16;
 
-/* Words between copies. */
+/* Returns the number of words between copies. */
 __host__ __device__ inline size_t digest_pitch(size_t ctas) {
   return (ctas + 31) / 32 * 32;
 }
@@ -45,7 +45,7 @@ constexpr int kSnapshotWords = sizeof(RoutingSnapshot) / 4;
 struct Tables {
   RoutingSnapshot routing;
   uint32_t digest; // of the snapshot
-  bool mismatch;   // whether another CTA has another digest
+  bool mismatch;   // whether another CTA has a different digest
   bool uses_first; // whether all CTAs restarted from the first CTA's snapshot
   int32_t active_experts, segments;
   int32_t items[DONE]; // of each kind, over the whole grid
@@ -54,14 +54,14 @@ struct Tables {
   int32_t first_row[kRows]; // for each flat row, the row used for its expert and token; -1: skipped
   float row_weight[kRows];  // routing weight
   int32_t first_segment[kRows + 1];
-  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: as given
+  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: not limited
   uint32_t segment_tokens[kRows];                                             // bit mask of tokens
   int32_t shrinks_end[2][kRows]; // cumulative number of shrink items per segment, of w13 and of w2
   // only while the tables are built
-  uint32_t first_mask[kRows * kTokens / 32]; // bit mask: the first row of its kind, or cell
+  uint32_t first_mask[kRows * kTokens / 32]; // bit mask of cells that are the first of a segment
 };
 
-/* Returns the true rank, limited to that of the stack. */
+/* Returns the true rank, limited to max_rank; 0 without factors. */
 __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
@@ -170,7 +170,7 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
   const int adapter = t.routing.adapter[token], rank = t.routing.rank[token];
-  uint32_t carriers[kCells]; // of this cell's adapter; 0: base only, or no row
+  uint32_t carriers[kCells]; // tokens with this cell's adapter; 0: none, or no row
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
@@ -260,8 +260,8 @@ __device__ __forceinline__ void compare_snapshots(Tables &t, const uint32_t *dig
     t.mismatch = true;
 }
 
-/* Builds all tables. `tiles13` W13 items per active expert and `columns` W2 items are given by the
- * caller. snapshot: the one to build from; NULL: the CTA loads its own. */
+/* Builds all tables, for `tiles13` W13 items per active expert and `columns` W2 items, from
+ * `snapshot`; if that is NULL, the CTA loads its own. */
 __device__ __forceinline__ void build_tables(Tables &t, const moelora_experts_problem &p,
                                              int tiles13, int columns,
                                              const RoutingSnapshot *snapshot) {

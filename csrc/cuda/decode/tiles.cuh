@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         compare_snapshots(t, p.digests);
       copy_async_wait<0>();
       __syncthreads();
-      if (t.mismatch) { /* the same in all CTAs, none of which has written to out yet */
+      if (t.mismatch) { /* all CTAs agree, and none has written to out yet */
         begin_again(p, t, tokens, staged, sync);
         projection = -1;
         continue;
@@ -145,11 +145,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
-/* Shared memory for tokens per CTA on GPUs with at least kLargeShared. With Hopper's 227 KB, two
- * CTAs use all but what L1 needs for factors; weights do not pass through L1. */
+/* Bytes of shared memory per CTA for tokens on GPUs with at least kLargeShared bytes. With Hopper's
+ * 227 KB, two CTAs use all but what L1 needs for factors; weights do not pass through L1. */
 constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
-/* Launches the kernel of a kernel format. */
+/* Launches the kernel for FORMAT. */
 template <moelora_kernel_format FORMAT>
 moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exec *exec,
                             bool *fits) {
