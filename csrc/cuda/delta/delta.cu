@@ -2,15 +2,15 @@
  *
  *   [round factors] -> resolve -> [sort] -> shrink -> expand [-> sum]
  *
- * Intermediate results are stored by flat row. Small batches are sorted by each CTA, or not at
- * all: if pairs rarely repeat, rereading the factors of a repeated pair costs less. */
+ * Intermediate results are stored by flat row. Each CTA sorts a small batch itself, or the batch
+ * stays unsorted: if pairs rarely repeat, rereading the factors of a repeated pair costs less. */
 #include "cuda/delta/delta.h"
 #include "cuda/backend.h"
 #include "cuda/backward/gradients.h"
 
 namespace {
 
-/* Allocates the rows that are summed over top_k. */
+/* Rows that wait to be summed over top_k. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;

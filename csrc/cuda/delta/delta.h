@@ -5,8 +5,8 @@
 #include "cuda/launch/launch.h"
 
 /* Routed rows with their expert and adapter. Kernels process them in this order, in windows of
- * `window` rows. Blocks of a list are cut into windows one by one, so that each window has one
- * pair. */
+ * `window` rows. Each block of a list is cut into windows separately, so that a window has one
+ * (expert, adapter) pair. */
 typedef struct delta_rows {
   moelora_delta_order order;
   int32_t window;
@@ -33,7 +33,8 @@ typedef struct delta_shrink {
   int64_t xa_stride[3]; /* slice, token, choice */
 } delta_shrink;
 
-/* z[p] = xa[p, slice] B[l, e]^T in columns from slice * slice_n on; then silu, weight and sum. */
+/* z[p] = xa[p, slice] B[l, e]^T in columns from slice * slice_n on; then silu, weight and
+ * addition. */
 typedef struct delta_expand {
   delta_rows rows;
   const void *xa;
@@ -51,7 +52,7 @@ typedef struct delta_expand {
 
 MOELORA_BEGIN_C
 
-/* windows.cu and expand.cu; both set the window of `rows`. */
+/* Defined in windows.cu and expand.cu, which set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,

@@ -2,14 +2,14 @@
  *
  *   out = z, or out += z; z may be weighted, or silu(gate) * up of its two halves
  *
- * A work item is some rows of a segment of a window; its columns are split into tiles. Warps work
- * independently. There are two kernels:
+ * A work item is up to `part` rows of a segment of a window; its columns are split into tiles.
+ * Warps work independently. There are two kernels:
  *
- *   expand_rows   xa, out and B are staged in shared memory, copied while the previous steps are
- *                 multiplied: 16 rows by K_SPAN ranks of two groups of 32 columns, which are
- *                 adjacent or a gate and its up. B stays in registers for a whole item if K_SPAN
- *                 covers the true rank. The CTAs of a window take its tiles in turn, adjacent
- *                 warps adjacent columns.
+ *   expand_rows   copies xa, out and B of the next steps to shared memory during mma. A step is 16
+ *                 rows by K_SPAN ranks, with two groups of 32 columns, which are adjacent, or are
+ *                 gate and up. B stays in registers for a whole item if K_SPAN covers the true
+ *                 rank. The CTAs of a window take its tiles in turn; adjacent warps take adjacent
+ *                 columns.
  *   expand_thin   for segments with so few rows that loads of B dominate: B is loaded directly to
  *                 registers and multiplied with up to 8 rows (delta/tile.cuh); no silu. Each warp
  *                 of the CTAs of a window takes an equal, contiguous range of the tiles of all
@@ -23,7 +23,7 @@ namespace {
 /* CTAs per SM, limited by registers: B takes 16 of them per 16 ranks. */
 template <int STEPS, bool SILU, bool VECTORS>
 constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
-/* Stages, as many as fit kPortableShared. */
+/* Number of stages: as many as fit kPortableShared. */
 template <int STEPS> constexpr int kStages = STEPS == 1 ? 2 : 1;
 
 template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
@@ -37,7 +37,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct ExpandShared {
 };
 
 /* tiles: number of column tiles; part: maximum rows of an item; stride: number of warps that share
- * a window. */
+ * a window, as a TileCoord. */
 template <class T, int STEPS, bool SILU, bool VECTORS>
 __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS>)
     expand_rows(const __grid_constant__ delta_expand p, int tiles, int part, int shares,
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
     };
     // The next step is kept in shared memory during the products, to save registers.
     const auto fill = [&](int slot) {
-      __syncwarp(); // the stage has been read, and the next step is written
+      __syncwarp(); // all lanes have read the stage, and the next step is written
       Step<SILU> s = shared.next[warp];
       char *stage = shared.stages[warp][slot];
       keep(shared.steps[warp][slot], s);
@@ -141,7 +141,7 @@ constexpr int kPart = 32; // maximum rows per item
 /* CTAs per SM, limited by registers. */
 template <int STEPS> constexpr int kThinCtas = STEPS == 4 ? 2 : 3;
 
-/* Position of a warp: `left` tiles of a work unit remain, from tile `tile` of an item on. */
+/* Position of a warp: `left` tiles of a work unit remain, from tile `tile` of item `item` on. */
 struct Next {
   int work_unit, item, tile, left;
 };
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
     begin();
 
   shared.work_units = (int)count_windows(p.rows) * shares;
-  Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same
+  Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same value
   for (int work_unit = blockIdx.x; work_unit < shared.work_units;
        work_unit = next.work_unit + gridDim.x) {
     load_share<kThinThreads>(p, work_unit, shares, kPart, shared.window, shared.addresses);

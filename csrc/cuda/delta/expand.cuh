@@ -1,7 +1,6 @@
 /* One step of the expand: a warp copies it to shared memory, multiplies and stores.
  *
- * The ranks and columns that the slots of an mma hold are free to choose, as long as both operands
- * agree:
+ * Any assignment of ranks and columns to the slots of an mma is valid if both operands agree:
  *   ranks    lane q = lane % 4 has ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16), so that one
  *            load of 16 (8) bytes fills its slots of two (one) products
  *   columns  slot j of product t holds column 8 (j / 2) + 2t + j % 2 of a group, so that a
@@ -48,7 +47,7 @@ __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *fro
   }
 }
 
-/* Element `i` of packed words. */
+/* Returns element `i` of packed words. */
 template <class T, int WORDS>
 __device__ __forceinline__ float element_of(const uint32_t (&v)[WORDS], int i) {
   const uint16_t bits = (uint16_t)(v[i / 2] >> i % 2 * 16);
@@ -71,21 +70,21 @@ __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
     *(uint2 *)to = make_uint2(words[0], words[1]);
 }
 
-/* Addresses of the rows of a window, and their weights. */
+/* Offsets in elements of the rows of a window, and their weights. */
 template <int ROWS> struct RowAddresses {
-  int64_t xa[ROWS], out[ROWS]; // of slice 0, of column 0
+  int64_t xa[ROWS], out[ROWS]; // in slice 0, in column 0
   float weight[ROWS];
 };
 
-/* Waits for the kernel before, then lets the next one start. Behind a shrink only xa may be
- * incomplete until then: an expand may load B and out first. */
+/* Waits for the previous kernel, then lets the next one start. After a shrink, only xa may be
+ * incomplete until then, so an expand may load B and out first. */
 __device__ __forceinline__ void begin() {
   wait_for_previous_kernel();
   start_next_kernel();
 }
 
-/* Stores the addresses of row i of a window, which is flat row `row`. Marks the row as written if
- * `marks` is set and the caller wants to know. */
+/* Stores the offsets of row i of a window, which is flat row `row`. If `marks`, also marks the row
+ * as written, provided that the caller tracks this. */
 template <int ROWS>
 __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddresses<ROWS> &addresses,
                                                int i, uint32_t row, bool marks) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddress
     p.written[row] = 1;
 }
 
-/* Loads a share of a window and the addresses of its rows. An item has up to `part` rows of a
+/* Loads the window of a work unit and the offsets of its rows. An item has up to `part` rows of a
  * segment. */
 template <int THREADS, int ROWS>
 __device__ __forceinline__ void load_share(const delta_expand &p, int work_unit, int shares,
@@ -126,13 +125,13 @@ struct TileCoord {
   }
 };
 
-/* Rows `from` to `to` - 1 of a segment of a window, and a tile of columns. */
+/* An item: rows [from, to) of a window, within a segment, and a tile of columns. */
 template <bool SILU> struct ExpandItem {
   static constexpr int SOURCES = SILU ? 2 : 1; // gate and up may read different slices of xa
   int from, to;
   int slice[SOURCES], first[2], end[SOURCES]; // first column of each group, end of the slice
 
-  /* Finds the columns of item `index`. Called by one warp. */
+  /* Finds the rows and columns of the item at `at`. Called by one warp. */
   template <int ROWS>
   __device__ __forceinline__ void find(const delta_expand &p, const Window<ROWS> &w, TileCoord at,
                                        int part) {
@@ -188,8 +187,8 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       copy_elements(shared_address(to), from, max(0, min(8, count)));
   }
 
-  /* Loads the step's ranks of 8 ROWS8 rows; find(m8, j, &there) returns the address of row j of
-   * eight. */
+  /* Copies the step's ranks of ROWS8 groups of 8 rows; find(m8, j, &valid) returns the address of
+   * row j of group m8. */
   template <int ROWS8, class Find>
   static __device__ __forceinline__ void copy_ranks(char *to, const Step<SILU> &s, Find find) {
 #pragma unroll
@@ -243,11 +242,11 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 
-  /* Returns which of the step's eight rows `m8` this lane stores. */
+  /* Returns the row that this lane stores in group `m8` of eight rows of the step. */
   static __device__ __forceinline__ int own_row(const Step<SILU> &s, int m8) {
     return s.row + m8 * 8 + threadIdx.x % 32 / 4;
   }
-  /* First of the 8 columns of group `g` that a lane stores, and how many are valid. */
+  /* Return the first of the 8 columns of group `g` that a lane stores, and how many are valid. */
   static __device__ __forceinline__ int out_column(const delta_expand &p,
                                                    const ExpandItem<SILU> &item, int g) {
     return item.slice[0] * (int)p.lora.slice_n + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
@@ -271,7 +270,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
       }
   }
 
-  /* Reads ranks from `first` on of a panel; zeros from the true rank on. */
+  /* Reads a lane's ranks of a panel, which begins at rank `first`; zeros from the true rank on. */
   static __device__ __forceinline__ void read_panel(uint32_t (&v)[CHUNK / 2], const char *panel,
                                                     int first, int rank) {
     read_words(v, panel + threadIdx.x % 32 * (int)sizeof v);
@@ -312,7 +311,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
         read_words(old[m8][g], stage + ((m8 * 2 + g) * 32 + threadIdx.x % 32) * 16);
   }
 
-  /* d += xa B^T for the ranks of a step. */
+  /* Adds xa B^T for the ranks of a step to d. */
   __device__ __forceinline__ void multiply(float (&d)[2][4][4], const char *stage,
                                            const Step<SILU> &s) const {
     Ranks xa;

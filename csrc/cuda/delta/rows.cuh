@@ -5,7 +5,7 @@
  * segments of different lengths. A row without an adapter, with an adapter of rank 0 or without a
  * local expert has rank 0 and belongs to no segment; it is neither read nor written.
  *
- * Batches of one or two windows are sorted by each CTA, which costs less than a launch. */
+ * Each CTA sorts a batch of one or two windows itself, which costs less than a launch. */
 #ifndef MOELORA_CUDA_DELTA_ROWS_CUH
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
@@ -27,7 +27,7 @@ template <int ROWS> struct Window {
     uint16_t bins[6 * ROWS]; // of group_rows(), which finishes before segments exist
   };
   uint32_t starts[WORDS]; // bit mask: rows that start a segment
-  int32_t sums[WORDS];    // number of items of each 32 segments
+  int32_t sums[WORDS];    // number of items per 32 segments
   int32_t segments, items;
 
   /* Returns the segment of a valid item. All lanes of a warp pass the same item. */
@@ -40,7 +40,7 @@ template <int ROWS> struct Window {
   }
 };
 
-/* A window of a list: rows [first, end) of block `block` of the list of `adapter`. */
+/* A window of a list: entries [first, end) of the list of `adapter`, within block `block`. */
 struct ListWindow {
   int32_t adapter = -1;
   int64_t block = 0, first = 0, end = 0;
@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t windows_per_block(const delta_rows &r) {
   return (r.lists.block_size + r.window - 1) / r.window;
 }
 
-/* Returns the number of windows of the list of entry `at` of lora_ids. */
+/* Returns the number of windows of the list of lora_ids[at], and its adapter. */
 __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t at,
                                                    int32_t *adapter) {
   *adapter = -1;
@@ -66,8 +66,9 @@ __device__ __forceinline__ int64_t windows_of_list(const delta_rows &r, int32_t 
   return min(max(used + size - 1, (int64_t)0) / size, r.lists.blocks) * windows_per_block(r);
 }
 
-/* Calls visit(adapter, windows before it, its windows) for each list, from all lanes of a warp
- * with one list per lane; adapter is -1 for lanes without one. Returns the number of windows. */
+/* Calls visit(adapter, windows of earlier lists, windows of the list) for each list, from all lanes
+ * of a warp with one list per lane; adapter is -1 for lanes without a list. Returns the number of
+ * windows. */
 template <class Visit>
 __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visit) {
   int64_t before = 0;
@@ -82,8 +83,8 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
   return before;
 }
 
-/* Includes windows of sorted rows without an adapter: reading their number first would cost every
- * kernel a round trip to memory before its first load. */
+/* Returns the number of windows, including those of sorted rows without an adapter: reading their
+ * number first would cost every kernel a round trip to memory before its first load. */
 __device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
   if (r.order == MOELORA_LISTED)
     return for_each_list(r, [](int32_t, int64_t, int64_t) {});
@@ -119,7 +120,7 @@ __device__ __forceinline__ RoutedRow window_row(const delta_rows &r, int64_t win
   if (r.order != MOELORA_SORTED)
     return routed_row(r.routes, (uint32_t)at);
   const int32_t row = r.row[at], expert = r.expert[at], adapter = r.adapter[at];
-  if (at < *r.count) { // in flight with the other loads
+  if (at < *r.count) { // *r.count is loaded together with the row
     found.row = row;
     found.expert = expert;
     found.adapter = adapter;
@@ -145,7 +146,7 @@ __device__ __forceinline__ RoutedRow listed_row(const delta_rows &r, const ListW
 }
 
 /* Sorts the rows of a window by pair, then by row, identically in every CTA; rows of rank 0 come
- * last. Begins and ends with a barrier.
+ * last. Begins with a barrier; the caller needs one before it overwrites `w`.
  *
  * Shared atomics count the rows of each pair, and a scan turns the counts into offsets. The order
  * of arrival differs between CTAs, so each row counts the earlier rows of its pair. */
@@ -227,15 +228,15 @@ __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w,
   }
 }
 
-/* Fills `w`; begins with a barrier, for readers of the previous window, and ends with one. Calls
- * each(i, p) from one thread for every row i of the window that has an adapter; count(rows, rank)
- * returns the number of items of a segment. */
+/* Fills `w`; begins with a barrier, for readers of the previous window, and ends with one. For
+ * every row i of the window that has an adapter, one thread calls each(i, flat row); count(rows,
+ * rank) returns the number of items of a segment. */
 template <int THREADS, int ROWS, class Each, class Count>
 __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
                                             Each each, Count count) {
   constexpr int PASSES = ROWS / THREADS, WORDS = ROWS / 32;
   static_assert(ROWS % THREADS == 0 && THREADS % 32 == 0 && WORDS <= 32, "a word to a lane");
-  const int thread = opaque(threadIdx.x); // what depends on it is not kept between windows
+  const int thread = opaque(threadIdx.x); // opaque: derived values are not kept between windows
   const int lane = thread % 32;
   RoutedRow own[PASSES];
   int rank[PASSES];

@@ -1,9 +1,9 @@
 /* Products of up to 8 rows with some columns of B, both loaded directly to registers, for expands
  * of thin segments. Columns of B are the M side of m16n8k16, rows the N side.
  *
- * Ranks have the same slots as in delta/expand.cuh, so that a row gets the same bits. Slot g + 8 j
- * of product t holds column 2 t + j of those that the lanes with lane / 4 = g store: a lane ends
- * up with adjacent columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
+ * Ranks have the same slots as in delta/expand.cuh, so that results are bitwise equal. Slot g + 8 j
+ * of product t holds column 2 t + j of the columns that lanes with lane / 4 = g store, so that a
+ * lane ends up with adjacent columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
 #ifndef MOELORA_CUDA_DELTA_TILE_CUH
 #define MOELORA_CUDA_DELTA_TILE_CUH
 
@@ -28,14 +28,15 @@ template <class T, int STEPS> struct ThinTile {
       mask_ranks(v[i], i * 4 * CHUNK, rank);
   }
 
-  /* Returns the offset within a row at which load `i` of a lane begins. Ranks beyond the true rank
-   * are not loaded. */
+  /* Returns the offset within a row at which load `i` of a lane begins; 0 if it begins beyond the
+   * true rank. */
   static __device__ __forceinline__ int chunk(int i, int rank) {
     const int r = i * 4 * CHUNK + (int)(threadIdx.x % 4) * CHUNK;
     return r < rank ? r : 0;
   }
 
-  /* The lane's columns from `own` on, of a factor with n rows; columns beyond repeat the last. */
+  /* Loads the lane's columns from `own` on, of a factor with n rows; past the end, the last
+   * ones. */
   __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
                                          int rank) {
     const T *row = factor + min(own, n - OWN) * stride;
@@ -52,7 +53,7 @@ template <class T, int STEPS> struct ThinTile {
       read_words(xa[i], row + chunk(i, rank));
   }
 
-  /* d = B xa^T: [product][2 * (slot of 16 columns / 8) + row % 2] */
+  /* Computes d = B xa^T, as d[product][2 * (slot / 8) + row % 2]. */
   __device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Ranks &xa,
                                            int rank) const {
 #pragma unroll
@@ -73,8 +74,8 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* Loads what `out` holds in rows `own` and own + 1 of a window, if these are below `to`, from
-   * `column` on. */
+  /* Loads `out` from `column` on in rows `own` and own + 1 of a window, if these are below `to` and
+   * p.add is set; otherwise zeros. */
   using Old = uint32_t[2][OWN / 2];
   template <int ROWS>
   static __device__ __forceinline__ void load_old(Old &old, const delta_expand &p,
@@ -108,15 +109,15 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* The first column of lane / 4 in a warp's tile from `first` on; columns from n on are not
+  /* Returns the lane's first column in a warp's tile from `first` on; columns from n on are not
    * stored. */
   static __device__ __forceinline__ int own_column(int first) {
     return first + (int)(threadIdx.x % 32 / 4) * OWN;
   }
 
-  /* out [+]= weight xa B^T for rows [from, to) of a window and the lane's columns from `own` on,
-   * of n in a slice that starts at column `slice` of out. find_xa(row) returns the address of a
-   * row's ranks; it is called once all other loads are issued. */
+  /* Stores out [+]= weight xa B^T for rows [from, to) of a window and the lane's columns from `own`
+   * on; the slice has n columns, from column `slice` of out on. find_xa(row) returns the address of
+   * a row's ranks; it is called once all other loads are issued. */
   template <int ROWS, class Find>
   __device__ __forceinline__ void expand(const delta_expand &p, const RowAddresses<ROWS> &addresses,
                                          int from, int to, int rank, int own, int n, int slice,

@@ -1,8 +1,8 @@
 /* Shrink: xa[p, slice, r] = round(s[l] * sum over k of x[p, k] A[slice][l, e, r, k])
  *
- * A work item is up to `part` tokens of one segment of a window by up to RANKS rows of A, slice
- * after slice; each slice has its true rank rounded up to 16. The CTAs of a window take its items
- * in turn.
+ * A work item is up to `part` rows of one segment of a window by up to RANKS rows of A. The rows of
+ * A of all slices are concatenated, each slice padded to a multiple of 16. The CTAs of a window
+ * take its items in turn.
  *
  * Long segments of large batches are left to shrink/segments.cu and segments_sm90.cu. */
 #include "cuda/delta/rows.cuh"
@@ -20,23 +20,24 @@ struct DeltaShrinkParams {
   int32_t part, shares;
 };
 
-/* Up to RANKS columns of A from `first` on, for rows [low, high) of a window. */
+/* Rows [low, high) of a window by up to RANKS ranks of all slices, from `first` on. */
 struct ShrinkItem {
   int low, high, first, adapter, expert, rank;
 };
 
-/* Returns the number of columns of A over all slices. */
+/* Returns the number of padded ranks of all slices. */
 __device__ __forceinline__ int columns_of(const delta_shrink &s, int rank) {
   return moelora_padded_rank(rank) * s.lora.num_slices;
 }
 
-/* Returns the number of items that share a part of a segment; each has RANKS columns. */
+/* Returns the number of items that share a part of a segment; each has RANKS ranks. */
 template <int RANKS>
 __device__ __forceinline__ int columns_of_items(const delta_shrink &s, int rank) {
   return ceil_divide(columns_of(s, rank), RANKS);
 }
 
-/* Splits a segment evenly into parts of up to `part` rows. Called by one warp. */
+/* Returns item `number`; a segment is split evenly into parts of up to `part` rows. Called by one
+ * warp. */
 template <int RANKS, int ROWS>
 __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
                                                 const Window<ROWS> &w, int number) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ ShrinkItem find_item(const delta_shrink &s, int part,
   return {from, min(from + tokens, high), j % columns * RANKS, w.adapter[low], w.expert[low], rank};
 }
 
-/* Loads eight ranks of a row from r on; ranks from `end` on are zero. */
+/* Stores eight ranks of a row from rank r on, except those from `end` on. */
 template <class T>
 __device__ __forceinline__ void store_ranks(T *xa, uint4 ranks, int r, int end, bool vectors) {
   if (vectors && r + 8 <= end) {
@@ -69,8 +70,8 @@ __device__ __forceinline__ T *row_of_xa(const delta_shrink &s, uint32_t row, int
          row % top_k * s.xa_stride[2];
 }
 
-/* The first item of the rows clears xa from the true rank, rounded up to 16, to the largest rank.
- * Called by all threads. */
+/* Clears xa of the item's rows from the padded true rank to max_rank, if the item is the first one
+ * of these rows. Called by all threads. */
 template <class T, int THREADS>
 __device__ __forceinline__ void clear_ranks(const delta_shrink &s, const ShrinkItem &item,
                                             const int32_t *rows) {
@@ -89,7 +90,7 @@ struct WorkCursor {
   int work_unit, item;
 };
 
-/* The part of an item that a warp multiplies. It is warp-uniform and takes few registers. */
+/* A warp's item and the CTA's position, in shared memory to save registers. */
 struct WarpItem {
   ShrinkItem item;
   WorkCursor cursor;
@@ -126,13 +127,13 @@ template <class S> struct WindowOperands {
   }
 };
 
-/* Adds the partial sums, scales, rounds and stores. Called by all threads. */
+/* Adds the partial sums, scales, rounds and stores them. Called by all threads. */
 template <class T, class S>
 __device__ __forceinline__ void store(const DeltaShrinkParams &p, const ShrinkItem &item,
                                       DeltaShrinkShared<S> &shared) {
   constexpr int RANK_VECTORS = S::RANKS / 8;
   const delta_shrink &s = p.s;
-  const int thread = opaque(threadIdx.x); // what depends on it is not kept between items
+  const int thread = opaque(threadIdx.x); // opaque: derived values are not kept between items
   const int width = moelora_padded_rank(item.rank), max_rank = s.lora.max_rank;
   const int count = (item.high - item.low) * RANK_VECTORS;
   const float scaling = s.scalings ? s.scalings[item.adapter] : 1.f;
@@ -201,7 +202,7 @@ moelora_status launch(const delta_shrink &s, const moelora_shrink_plan &plan,
                                                    exec, p);
 }
 
-/* Arguments of the whole-segment kernels. */
+/* Returns the arguments of the whole-segment kernels. */
 moelora_shrink_launch whole_segments(const delta_shrink &s) {
   const moelora_routes &routes = s.rows.routes;
   moelora_shrink_launch l = {};
