@@ -10,12 +10,12 @@ namespace {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int64_t counters; // of each product, within those of `blocks`
+  int64_t counters; // number of counters per product
   moelora_sort_scratch scratch;
 };
 
 /* Allocates the blocks of `variant`, for `count` products whose tile schedulers need `counters`
- * counters each. summed: with positions; weighted: with weights. */
+ * counters each; if `summed`, also positions; if `weighted`, also weights. */
 inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                                 const moelora_variant *variant, int64_t counters, int count,
                                 const moelora_align_plan *plan, bool summed, bool weighted) {
@@ -50,14 +50,14 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   return a;
 }
 
-/* The first launch waits for all previous work (no PDL): otherwise the kernels that follow would
- * start while another layer still occupies some SMs, and would be spread unevenly. */
+/* Aligns the rows. The first launch waits for all previous work (no PDL): otherwise, later kernels
+ * would start while another layer still occupies some SMs, and would be spread unevenly. */
 inline moelora_status align(const Alignment *a, const moelora_routes *from,
                             const moelora_align_plan *plan, const moelora_exec *exec) {
   return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
 }
 
-/* Computes to [M, K] = x times routing weights, which apply to the input since top_k is 1. */
+/* Computes to [M, K] = x times routing weights; top_k is 1. */
 inline moelora_status weigh_tokens(const moelora_experts_problem *p, const moelora_routes *routes,
                                    void *to, const moelora_exec *exec) {
   const moelora_row_copy c = {p->x, {p->x_stride, 0}, true, to, p->hidden, p->hidden};
@@ -69,13 +69,13 @@ inline int32_t *tile_counter(const Alignment *a, int i) {
   return a->blocks.tile_counters + i * a->counters;
 }
 
-/* Describes rows of a buffer that is ordered by position. */
+/* Returns the number of rows of a buffer that is ordered by position. */
 inline size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
-/* Sets what a forward and a backward product with `w` over an alignment have in common: its
- * schedule, weights and adapters. */
+/* Sets the members that forward and backward products with `w` share: schedule, weights and
+ * adapters. */
 template <class Plan>
 void describe_product(const Alignment *a, const moelora_routes *routes, const moelora_weights *w,
                       const moelora_factors *lora, const Plan *plan, moelora_gemm_launch *g) {
@@ -98,8 +98,8 @@ void describe_product(const Alignment *a, const moelora_routes *routes, const mo
   }
 }
 
-/* Describes out [M, columns] = sum over top_k of rows of z, `columns` values each: by flat row, or
- * by position. */
+/* Describes out [M, columns] = sum over top_k of the rows of z, which are ordered by flat row if
+ * `by_row`, otherwise by position. */
 inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *z, bool by_row,
                                       int64_t columns, bool weighted, void *out,
                                       int64_t out_stride) {

@@ -6,10 +6,10 @@
  *
  * or, for a few tokens, the single kernel of decode.cu.
  *
- * Intermediate results are stored by position in the blocks of rows, so that TMA can read and
- * write them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
- * [position, K]. In training z is ordered by flat row, if the kernel of w2 can do so, which takes
- * less memory. */
+ * Intermediate results are stored by position in the blocks of rows, so that TMA can read and write
+ * them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
+ * [position, K]. In training, z is ordered by flat row if the kernel of w2 supports that, because
+ * it takes less memory. */
 #include "cuda/backward/gradients.h"
 #include "cuda/layer/alignment.cuh"
 #include "cuda/layer/rows.h"
@@ -60,7 +60,7 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
 /* Buffers for the quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
   moelora_quantized_rows to; // values NULL: not quantized
-  bool early;                // x is an argument of the call
+  bool early;                // x is the caller's, not the output of a kernel
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -113,13 +113,13 @@ moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *fr
   const bool bytes = variant->needs == MOELORA_SM90;
   tokens.x = q->to.values;
   tokens.stride = q->to.stride;
-  tokens.k = bytes ? (int32_t)q->to.stride : from->k; // bytes are zero-padded up to there
+  tokens.k = bytes ? (int32_t)q->to.stride : from->k; // e4m3 rows are zero-padded
   tokens.scales = q->to.scales;
   tokens.scales_stride = q->to.scales_stride;
   return tokens;
 }
 
-/* Describes the shrink before a projection. */
+/* Launches the shrink before a projection. */
 moelora_status shrink(const moelora_gemm_launch *g, const moelora_variant *variant,
                       const moelora_shrink_plan *plan, const moelora_routes *routes, void *xa,
                       const moelora_exec *exec) {
@@ -196,7 +196,7 @@ ExpertsLayout lay_out_experts(const moelora_experts_problem *p, const moelora_ex
   l.z = moelora_take_array(
       &arena, moelora_times(plan->z_by_row ? (size_t)p->routes.num_rows : rows, hidden), 2);
   l.x_fp8 = take_quantized(&arena, plan->variant, &p->w13, (size_t)p->routes.num_tokens);
-  l.x_fp8.early = !plan->scales_x; // scale_rows writes x first
+  l.x_fp8.early = !plan->scales_x; // weigh_tokens writes x first
   l.h_fp8 = take_quantized(&arena, plan->w2, &p->w2, rows);
   l.bytes = arena.used;
   return l;
@@ -217,7 +217,7 @@ moelora_saved_shrink saved_shrink(const moelora_weights *w, moelora_dtype dtype,
   return s;
 }
 
-/* Saves what the backward needs besides gate_up: the shrink results. */
+/* Saves the shrink results for the backward, and zeroes skipped rows of all saved tensors. */
 moelora_status save_rows(const moelora_experts_problem *p, const ExpertsLayout *l,
                          const moelora_exec *exec) {
   moelora_save_launch s = {};
@@ -320,7 +320,7 @@ moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   return staged;
 }
 
-/* The problem with factors rounded to the dtype of the layer, and the workspace after them. */
+/* The problem with factors rounded to the dtype of the layer, and the rest of the workspace. */
 struct Prepared {
   moelora_rounded_factors rounded[2];
   moelora_experts_problem problem;

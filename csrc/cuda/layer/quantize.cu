@@ -4,9 +4,9 @@
  *   s = scale of a K group, of a row, or given
  *   values[row] = e4m3(x[row] / s), scales[group, row] = s
  *
- * A lane has 16 neighboring columns, eight lanes a tile of 128, and a warp four tiles: of a single
- * row with per-token scales, whose scale the warp computes first, otherwise of any rows. The rest
- * of the last 128 columns is zero. */
+ * A lane has 16 neighboring columns, eight lanes a tile of 128, and a warp four tiles. With
+ * per-token scales, these belong to one row, and the warp computes its scale first; otherwise they
+ * may belong to several rows. Columns past K in the last tile are zero. */
 #include "core/format.h"
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -46,7 +46,7 @@ template <class T> __device__ __forceinline__ uint32_t elements_of(uint32_t two)
   return pack2<T>(v.x, v.y);
 }
 
-/* Rows that no block uses are uninitialized. */
+/* Returns whether a block uses a row; other rows are uninitialized. */
 __device__ __forceinline__ bool is_used(const moelora_quantize_launch &q, int row) {
   if (!q.counts)
     return true;

@@ -1,8 +1,8 @@
 /* Packs 4-bit weights into tiles and unpacks them (moelora.h describes the layout of a tile).
  *
  * Packing: a CTA writes up to AT_ONCE tiles that are adjacent in K. It copies their 64 rows to
- * shared memory in whole lines; then each thread gathers the 16 bytes that a lane of the GEMM
- * loads at once, and stores are contiguous.
+ * shared memory in whole cache lines; then each thread gathers the 16 bytes that a lane of the GEMM
+ * loads at once, and stores them, so that stores are contiguous.
  *
  * Unpacking: a CTA dequantizes a tile as a warp of the GEMM does, and writes it as rows. The
  * values are bit-identical to those that the GEMM multiplies. */
@@ -22,8 +22,7 @@ constexpr int TILE_BYTES = kRows / 2;               // per row of a tile
 constexpr int LINE = AT_ONCE * TILE_BYTES;          // per row of all tiles
 constexpr int PITCH = LINE + (int)sizeof(uint32_t); // avoids bank conflicts between eight rows
 
-/* Copies 16 bytes of a row of values, starting at byte `at`, to shared memory; zeros past the end.
- */
+/* Copies 16 bytes of a row of values from byte `at` on to shared memory; zeros past the end. */
 template <bool VECTORS>
 __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int64_t bytes,
                                             uint32_t *to) {
@@ -40,7 +39,7 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-/* Clears the values of 16 bytes whose e4m3 scale is 0; 8 bytes share a scale. */
+/* Clears each half of 16 bytes of values whose e4m3 scale is 0; 8 bytes share a scale. */
 __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &p, int64_t expert,
                                                int64_t n, int64_t at, uint32_t *values) {
   const uint8_t *scales =
@@ -55,15 +54,15 @@ __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &
  * r + 8 (`b`). */
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b,
                                                 moelora_values values) {
-  // Columns c and c + 1 of r and of r + 8, then c + 8 and c + 9: one byte each, the even column
-  // low.
+  // A byte holds two columns, the even one low: a[0] and b[0] hold c and c + 1, a[4] and b[4] hold
+  // c + 8 and c + 9.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);
   return moelora_spread(values, even | odd << 16);
 }
 
-/* Converts a scale to the representation of a tile, in the low bytes. */
+/* Returns a scale as a tile stores it, in the low bytes. */
 __device__ __forceinline__ uint32_t packed_scale(const moelora_quantized_problem &p, int64_t at) {
   const bool bf16 = p.dtype == MOELORA_BF16;
   if (moelora_has_tile_scale(p.tiles.format))
@@ -89,7 +88,7 @@ __device__ __forceinline__ void pack_groups(const moelora_quantized_problem &p, 
   uint8_t *const scales = tile + MOELORA_TILE_VALUES, *const zeros =
                                                           scales + kRows * groups * bytes;
   for (int place = threadIdx.x; place < kRows * groups; place += PACK_THREADS) {
-    // Inverse of moelora_scale_index: row and group of an index.
+    // Invert moelora_scale_index: find the row and the group of an index.
     const int pair = place / (2 * groups), high = place / groups % 2;
     const int r = pair / 8 * 16 + pair % 8 + 8 * high;
     const int64_t k = depth + columns * (place % groups);

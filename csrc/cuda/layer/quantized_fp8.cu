@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
       if (n >= 0)
         from = read_chunk<VECTORS>(
             p.values + tile.expert * p.values_stride[0] + n * p.values_stride[1] + k, w.k - k);
-      // The words hold columns {2q, 2q + 1, 2q + 8, 2q + 9}.
+      // Word q holds columns {2q, 2q + 1, 2q + 8, 2q + 9}.
       *(uint4 *)(packed + moelora_fp8_offset(r, chunk * kChunk)) =
           make_uint4(__byte_perm(from.x, from.z, 0x5410), __byte_perm(from.x, from.z, 0x7632),
                      __byte_perm(from.y, from.w, 0x5410), __byte_perm(from.y, from.w, 0x7632));

@@ -1,4 +1,4 @@
-/* Copies and zeros rows, a warp per row; rows.h says which. */
+/* Copies and zeroes rows, with a warp per row; see rows.h. */
 #include "cuda/layer/rows.h"
 
 #include "cuda/launch/kernel_launch.cuh"
@@ -16,7 +16,8 @@ struct CopyParams {
   int32_t top_k;
 };
 
-/* Copies rows. A warp copies a row, a lane WIDTH elements at a time: 16 bytes if `vectors`. */
+/* Copies rows. A warp copies a row; a lane copies WIDTH elements at a time, 16 bytes or one
+ * element. */
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams s) {
   wait_for_previous_kernel();
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
   }
 }
 
-/* One warp per flat row. */
+/* Zeroes the skipped rows, with one warp per flat row. */
 __global__ void __launch_bounds__(kThreads)
     zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
                  int64_t stride_m, int64_t stride_j, int64_t n) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/* One warp per flat row. */
+/* Saves shrink outputs, and zeroes skipped rows, with one warp per flat row. */
 __global__ void __launch_bounds__(kThreads)
     save_rows(const __grid_constant__ moelora_save_launch s) {
   wait_for_previous_kernel();

@@ -1,4 +1,4 @@
-/* Small kernels that copy or zero rows of a layer where no projection can do it on the way. */
+/* Small kernels that copy or zero rows of a layer where the kernel of a projection cannot. */
 #ifndef MOELORA_CUDA_ROWS_H
 #define MOELORA_CUDA_ROWS_H
 
@@ -6,7 +6,7 @@
 
 MOELORA_BEGIN_C
 
-/* Computes to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
+/* A copy to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
 typedef struct moelora_row_copy {
   const void *from; /* [M, top_k, columns] */
   int64_t from_stride[2];
@@ -19,12 +19,12 @@ typedef struct moelora_row_copy {
 /* Reads resolved routes. */
 moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c, const moelora_routes *routes,
                                       moelora_dtype dtype, const moelora_exec *exec);
-/* Zeros the skipped rows of `out` [M, top_k, columns], in 16-bit elements. */
+/* Zeroes the skipped rows of `out` [M, top_k, columns], which has 16-bit elements. */
 moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out,
                                          const int64_t stride[2], int64_t columns,
                                          const moelora_exec *exec);
 
-/* Copies a projection's shrink outputs from positions to flat rows. */
+/* A copy of a projection's shrink outputs from positions to flat rows. */
 typedef struct moelora_saved_shrink {
   int32_t slices, max_rank;
   const void *xa; /* [position, slices, xa_slice] */
@@ -34,8 +34,8 @@ typedef struct moelora_saved_shrink {
   int64_t stride[2];
 } moelora_saved_shrink;
 
-/* Tensors that a forward saves besides w13's outputs: shrink outputs, zero beyond an adapter's
- * true rank and in rows without an adapter; and zeros in all tensors for skipped rows. */
+/* Tensors that a forward saves besides w13's outputs: shrink outputs, zero beyond an adapter's true
+ * rank and in rows without an adapter. Skipped rows are zero in all saved tensors. */
 typedef struct moelora_save_launch {
   moelora_blocks blocks; /* positions, packed_ranks */
   int64_t num_rows;      /* P */

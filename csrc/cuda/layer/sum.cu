@@ -44,8 +44,8 @@ struct DeltaRows {
   }
 };
 
-/* sum += weight * WIDTH neighboring columns. WIDTH is 1, or a 16-byte vector. Rows are read once,
- * so L2 evicts them before those that the previous kernel wrote last. */
+/* Adds weight times WIDTH neighboring columns to `sum`; WIDTH is 1, or fills 16 bytes. Rows are
+ * read once, so L2 evicts them before the rows that the previous kernel wrote last. */
 template <int WIDTH, class T>
 __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, float weight) {
   __align__(16) T chunk[WIDTH];
@@ -58,7 +58,7 @@ __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, 
     sum[c] += weight * Element<T>::to_float(chunk[c]);
 }
 
-/* Sums all rows of a token. Returns whether there are any. */
+/* Sums all rows of a token. Returns whether to store the sum. */
 template <class Rows, int WIDTH, class T>
 __device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_launch &s,
                                          int64_t m, const T *z) {
