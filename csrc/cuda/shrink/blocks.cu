@@ -3,8 +3,8 @@
  * for rows of adapter l and r below its true rank, and zero from there to the next multiple of 16.
  *
  * A work item (items.cuh) is some tokens of a segment by up to RANKS rows of A. If the adapter has
- * fewer ranks, the teams without ranks take other tokens. Long segments of large batches are left
- * to segments.cu and segments_sm90.cu.
+ * fewer ranks, the teams of warps without ranks take other tokens. Long segments of large batches
+ * are left to segments.cu and segments_sm90.cu.
  *
  * The split of K depends on K only, so that other tokens and adapters never change a result. */
 #include "cuda/launch/kernel_launch.cuh"
@@ -18,7 +18,7 @@ template <class S> struct ShrinkShared {
   ShrinkItems<S> list;
 };
 
-/* The next kernel may read the results of all earlier kernels. */
+/* Waits first, so that the next kernel may read the results of all earlier kernels. */
 __device__ __forceinline__ void wait_and_start_next() {
   wait_for_previous_kernel();
   start_next_kernel();
@@ -39,7 +39,7 @@ struct BlockOperands {
                 rank_of(s.adapters.lora, item.packed), column, columns, k);
   }
 
-  /* Loads of A are issued first: the previous kernel may still be writing x. */
+  /* Called after the loads of A are issued: the previous kernel may still be writing x. */
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
     uint32_t row[N];
     wait_and_start_next();
@@ -53,7 +53,7 @@ struct BlockOperands {
   }
 };
 
-/* Adds the sums of a team's warps, scales and rounds. */
+/* Adds the sums of a team's warps, scales, rounds and stores them. */
 template <class T, class S>
 __device__ __forceinline__ void store(const ShrinkParams &p, const SegmentItem &item, int split,
                                       const Sums<S> &sums) {
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  // If x is by position, the previous kernel is the one that writes it; blocks were written
-  // earlier.
+  // If x is ordered by position, the previous kernel writes it, and blocks were written earlier:
+  // find_x() waits.
   if (p.s.tokens.divisor.value)
     wait_and_start_next();
   // Search only blocks that are in use.

@@ -1,9 +1,9 @@
-/* Work items of the blockwise shrink: up to `part` tokens of a segment, per team that takes
- * tokens, by up to RANKS rows of A, slice after slice.
+/* Work items of the blockwise shrink: up to `part` tokens of a segment, for each team that takes
+ * tokens, by up to RANKS rows of A. The rows of A of all slices are concatenated.
  *
  * If the sort has listed segments, every CTA counts the items of all segments and takes every
- * gridDim-th: CTAs differ by at most one item, and concurrent ones share A or x in L2. In the order
- * by adapter they share the rows of x that its tokens have.
+ * gridDim-th item: CTAs differ by at most one item, and concurrent CTAs share A or x in L2. If
+ * items are ordered by adapter, they share the rows of x of its tokens.
  *
  * Otherwise, and for few segments, each warp searches blocks for segments. The items of a block are
  * distributed to `shares` work units, and these to the warps of CTAs, such that concurrent CTAs
@@ -25,21 +25,22 @@ struct ShrinkParams {
   bool few;    // one pass of all CTAs over the blocks finds all items
 };
 
-/* How the teams of a CTA share an item with a given number of columns: team t * ranks + r takes
- * the r-th part of the columns and the t-th of the tokens. */
+/* Distributes an item with a given number of columns over the teams of a CTA: team t * ranks + r
+ * takes the r-th part of the columns and the t-th part of the tokens. */
 template <class S> struct Teams {
   static_assert(S::TEAMS <= 2, "one side takes them all");
   int ranks, tokens;
 
   __device__ __forceinline__ explicit Teams(int columns)
       : ranks(columns > S::TEAM_RANKS ? S::TEAMS : 1), tokens(S::TEAMS / ranks) {}
-  /* Returns the tokens per team, of `count`. */
+  /* Returns the number of tokens per team, of `count` tokens. */
   __device__ __forceinline__ int split(int count) const {
     return ceil_divide(count, 8 * tokens) * 8;
   }
 };
 
-/* Splits a segment of `rows` tokens into parts of `tokens`, and these into chunks of columns. */
+/* Splits a segment of `rows` tokens into parts of `tokens`, and each part into chunks of
+ * columns. */
 template <class S> struct SegmentCut {
   int tokens = 1, parts = 0, chunks = 0, columns = 0;
 
@@ -74,7 +75,7 @@ template <class S> struct ShrinkItems {
     visit(p, low, high, [&](int, const int4 &, const SegmentCut<S> &cut) { own += cut.items(); });
     int before = sum_before<S::WARPS>(own, found, &all, [] { __syncthreads(); });
     // The CTA has items cta + i * ctas. The first of them in this thread's segments is number
-    // `next` of all items and number `slot` of the CTA's.
+    // `next` among all items, and number `slot` among the CTA's.
     int slot = before <= cta ? 0 : ceil_divide(before - cta, ctas), next = cta + slot * ctas;
     if (next < before + own)
       visit(p, low, high, [&](int key, const int4 &v, const SegmentCut<S> &cut) {
@@ -104,7 +105,7 @@ template <class S> struct ShrinkItems {
     Segments<kLaneTokens> segments;
     segments.load(s.schedule.blocks, s.adapters.lora.max_rank, position, rows);
     const uint32_t magic = moelora_divisor_of(rows).magic;
-    int count = 0; // of the block, so far
+    int count = 0; // items of the block so far
 #pragma unroll 1
     for (int i = 0; i * 32 < rows; i++) {
       const int low = i * 32 + lane;
@@ -165,7 +166,7 @@ private:
     }
   }
 
-  /* Item `number` of a segment: the parts of a chunk are consecutive. */
+  /* Returns item `number` of a segment; the parts of a chunk are consecutive. */
   static __device__ __forceinline__ SegmentItem item_of(const moelora_shrink_launch &s, int key,
                                                         const int4 &v, const SegmentCut<S> &cut,
                                                         int number) {

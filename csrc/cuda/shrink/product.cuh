@@ -1,14 +1,14 @@
-/* Products of rows of A with rows of x, and their sums over K, for the shrink kernels.
+/* Multiplies rows of A by rows of x, for the shrink kernels.
  *
  * Operands are loaded directly to registers: rows of A are the M side, tokens the N side of
- * m16n8k16. Lane t loads row t/4 of eight. A product has 16 consecutive elements of K, as in all
- * kernels. Hopper adds them in any order with the same result: a lane loads elements 4 (t%4) to
- * 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each 32, and
+ * m16n8k16. Lane t loads row t/4 of eight. An mma has 16 consecutive elements of K, as in all
+ * kernels. On Hopper, their order in it does not affect the result: a lane loads elements 4 (t%4)
+ * to 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each 32, and
  * lanes exchange these. Rows beyond the last one of A or x repeat it: their sums are not stored and
  * affect no other row.
  *
  * Each of the TEAMS teams of warps has TEAM_RANKS rows of A. The DEPTHS warps of a team split K
- * into spans of whole lines of 64, whose sums are added in order. */
+ * into spans, each a multiple of 64 elements; the sums of the spans are added in order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
@@ -22,7 +22,7 @@ constexpr int kResidentWarps = 16;    // per SM, which leaves 128 registers per 
 
 template <int TILES_, int TEAMS_, int DEPTHS_, int TOKENS_, int RESIDENT_> struct Shape {
   static constexpr int RESIDENT = RESIDENT_; // warps per SM
-  static constexpr int TILES = TILES_;       // of 16 rows of A each, per warp
+  static constexpr int TILES = TILES_;       // tiles of 16 rows of A per warp
   static constexpr int TEAMS = TEAMS_, DEPTHS = DEPTHS_, TOKENS = TOKENS_;
   static constexpr int WARPS = TEAMS * DEPTHS, THREADS = 32 * WARPS;
   static constexpr int TEAM_RANKS = 16 * TILES, RANKS = TEAM_RANKS * TEAMS;
@@ -36,15 +36,16 @@ __device__ __forceinline__ int rank_of(const moelora_factors &lora, int packed) 
   return min(packed % kRanks, lora.max_rank);
 }
 
-/* Returns the columns of A over all slices, or of slice 0 alone if both slices of the adapter have
- * one A. */
+/* Returns the number of padded ranks of all slices, or of slice 0 alone if both slices of the
+ * adapter share one A. */
 __device__ __forceinline__ int columns_of(const moelora_lora_operands &adapters, int packed) {
   const bool one_a = adapters.one_a && adapters.one_a[packed / kRanks] != 0;
   return moelora_padded_rank(rank_of(adapters.lora, packed)) *
          (one_a ? 1 : adapters.lora.num_slices);
 }
 
-/* Stores results of `slice`, given their address in slice 0; with one A, in slice 1 as well. */
+/* Stores results of `slice`, given their address in slice 0; if slices share one A, to both
+ * slices. */
 template <class Value, class T>
 __device__ __forceinline__ void store_slice(const moelora_lora_operands &adapters, T *to, int slice,
                                             bool one_a, Value value) {
@@ -80,7 +81,7 @@ template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded
   return neighbors_16(loaded);
 }
 
-/* A lane's part of 32 elements of a row with `left` remaining elements; zeros beyond. */
+/* Loads a lane's part of 32 elements of a row with `left` remaining elements; zeros beyond. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS && kAnyOrder) {
@@ -99,7 +100,7 @@ template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
   int left; // elements per row left for this warp
 
-  /* Addresses of ranks from `column` on, of `columns` over all slices, at element `k` of K. */
+  /* Finds ranks from `column` on, among `columns` padded ranks of all slices, at element `k`. */
   __device__ __forceinline__ void find_a(const moelora_factors &lora, int adapter, int expert,
                                          int rank, int column, int columns, int k) {
     const int lane = threadIdx.x % 32;
@@ -140,8 +141,8 @@ template <class T, class S, int M, int N> struct Rows {
   }
 };
 
-/* Sums of a warp for 16 M columns of A from `column` on (none beyond the last) and up to 8 N
- * tokens, over K span `span` of the team. `operands` provides both addresses. Called by all
+/* Computes the sums of a warp for 16 M ranks from `column` on (none beyond the last) and up to 8 N
+ * tokens, over K span `span` of the team. `operands` finds the addresses of A and x. Called by all
  * threads. */
 template <class T, class S, bool VECTORS, int M, int N, class Operands>
 __device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,
@@ -226,7 +227,7 @@ __device__ __forceinline__ void multiply_tokens(int tokens, const Operands &oper
   }
 }
 
-/* Adds eight columns of a token over the warps of a team, in order. */
+/* Adds the sums of eight ranks of a token over the warps of a team, in order. */
 template <class S>
 __device__ __forceinline__ void add_spans(float (&sum)[8], const Sums<S> &sums, int token,
                                           int column) {

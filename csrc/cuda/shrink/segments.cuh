@@ -1,12 +1,13 @@
 /* Distributes whole segments, as listed by the alignment, evenly over the CTAs of a shrink.
  *
- * A segment costs the rows that it reads: its rows of x and, per TOKENS of them, its rows of A.
- * Segments are concatenated, and every CTA takes an equal part of the total. A segment in several
- * parts is split between rows, at multiples of 16. If that rereads more than twice as many rows of
- * A as it has rows of x, or if it is short and there are many, it goes to one part as a whole. What
- * a part has of a segment is split evenly into items of up to TOKENS rows. With many CTAs per
- * segment, each CTA takes an equal part of one segment instead and reads no second A. The split
- * does not affect results: each row is multiplied by itself, over all of K, in the same order. */
+ * The length of a segment is the number of rows that it reads: its rows of x and, for each TOKENS
+ * of them, its rows of A. Segments are concatenated, and every CTA takes an equal part of the
+ * total. A segment in several parts is split at multiples of 16 rows. If that rereads at least
+ * twice as many rows of A as it has rows of x, or if it is short and there are many, one part takes
+ * it as a whole. The rows of a segment in a part are split evenly into items of up to TOKENS rows.
+ * With many CTAs per segment, each CTA takes an equal part of one segment instead and reads no
+ * second A. The split does not affect results: each row is multiplied on its own, over K in the
+ * same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -15,20 +16,20 @@
 #include "cuda/launch/warp.cuh"
 
 constexpr int kListedItems = 64;  // per CTA, listed at a time
-constexpr int kCut = 16;          // segments are split at multiples of so many rows
-constexpr int kAnotherPart = 32;  // cost in rows of another pass over K for another segment
-constexpr int kManySegments = 6;  // per CTA: then CTAs may differ by a segment
-constexpr int kShortSegment = 64; // rows: half of them take nearly as long
+constexpr int kCut = 16;          // segments are split at multiples of this many rows
+constexpr int kAnotherPart = 32;  // cost, in rows, of another pass over K for another segment
+constexpr int kManySegments = 6;  // segments per CTA from which CTAs may differ by one
+constexpr int kShortSegment = 64; // in rows; half as many take nearly as long
 
-/* A part of a segment: `tokens` rows by the columns [first, columns) of A. It begins `row` rows
- * after the start of a block, whose position is `block`; each block has `share` of its rows. */
+/* An item: `tokens` rows of a segment by ranks of all slices from `first` on, of `columns` in all.
+ * It begins `row` rows after position `block`, the start of a block; a block has `share` rows. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // multiplier that divides by `share`
   int tokens;
   uint16_t first, columns;
 
-  /* Returns whether both slices have the same A. */
+  /* Returns whether both slices share one A. */
   __device__ __forceinline__ bool has_one_a(const moelora_shrink_launch &s, int width) const {
     return s.adapters.one_a && columns == width;
   }
@@ -59,12 +60,12 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   SegmentItem items[kListedItems];
   int64_t warp_length[WARPS];   // scratch of sum_before: sums of the warps
   int warp_used[WARPS];         // scratch of sum_before: segments of the warps that are not empty
-  int longest;                  // maximum over segments of rows of x read, once per chunk of ranks
+  int longest;                  // maximum over segments of rows of x times chunks of ranks
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum
   int first;                    // the first segment of the part
-  int ctas;                     // CTAs per segment, which lengths count then; 0: rows read
-  bool many;                    // whether every CTA has several segments
+  int ctas;                     // CTAs per segment, which is then its length; 0: it is rows
+  bool many;                    // whether there are kManySegments per CTA
   int all;                      // number of items of the part
 };
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS
   return before + inclusive - value;
 }
 
-/* Length of a segment: the rows that it reads or, if `ctas` is not 0, CTAs. */
+/* Length of a segment: the rows that it reads or, if `ctas` is not 0, `ctas`. */
 template <class L> struct SegmentLength {
   int columns = 0, chunks = 0;
   int64_t rows = 0;
@@ -104,7 +105,8 @@ template <class L> struct SegmentLength {
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
-  /* The first of the segment's `count` rows after `cut`, for a segment that starts at `begin`. */
+  /* Returns the first of the segment's `count` rows after `cut`, if the segment starts at
+   * `begin`. */
   __device__ __forceinline__ int row_at(int count, int64_t begin, int64_t cut) const {
     if (cut <= begin || rows == 0)
       return 0;
@@ -161,7 +163,8 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // Equal parts, unless rereading A and another pass over K cost as much.
+  // Give each segment as many CTAs, unless equal parts are faster despite another A and pass over
+  // K.
   if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;
@@ -181,13 +184,13 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   sync();
 }
 
-/* Orders `count` listed items by adapter: CTAs with equal parts then read rows of the same tokens
- * at the same time, which are in L2. Called by a warp. */
+/* Orders `count` listed items by adapter: CTAs with equal parts then read the rows of the same
+ * tokens at the same time, from L2. Called by a warp. */
 template <class L> __device__ __forceinline__ void order_items(L &list, int count) {
   static_assert(kListedItems == 64, "two items per lane");
   const int lane = threadIdx.x & 31;
   SegmentItem item[2];
-  int before[2] = {0, 0}; // items of the segments before it
+  int before[2] = {0, 0}; // number of items ordered before it
 #pragma unroll
   for (int i = 0; i < 2; i++)
     item[i] = list.items[min(i * 32 + lane, count - 1)];
@@ -206,8 +209,8 @@ template <class L> __device__ __forceinline__ void order_items(L &list, int coun
       list.items[before[i]] = item[i];
 }
 
-/* Writes the CTA's items from number `listed` on to the list in shared memory, as many as fit, and
- * counts all of them. Called by the first warp, one segment per lane. */
+/* Lists the CTA's items from number `listed` on in shared memory, as many as fit, and counts all
+ * items. Called by the first warp, one segment per lane. */
 template <class L>
 __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
   if (threadIdx.x >= 32)

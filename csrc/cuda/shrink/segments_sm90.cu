@@ -4,17 +4,16 @@
  *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, gathered by cp.async
  *   consumers            0    1     ...   wgmma of step i, in flight with that of step i - 1
  *
- * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline whose stages
- * hold 64 elements of K, or twice 64 of an item with few tokens: what a stage costs a warp besides
- * its loads and products would otherwise be most of the time. Two consumer warpgroups run wgmma
- * with tokens as operand A and columns of A as operand B: one has the first 64 tokens and those
- * from 128 on, the other the second 64. They take turns at that, so that with at most 64 tokens one
- * stores the results of an item while the other multiplies the next. Rows that an item lacks are
- * undefined: their accumulators are not stored and affect no other row. For that reason 64 tokens
- * may extend into the rows of A.
+ * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline. A stage holds
+ * 64 elements of K or, for an item with few tokens, two k steps of 64: otherwise, the fixed cost of
+ * a stage would dominate. Two consumer warpgroups run wgmma with tokens as operand A and ranks as
+ * operand B: one has the first 64 tokens and those from 128 on, the other the second 64. They swap
+ * roles after each item, so that with at most 64 tokens one stores the results of an item while the
+ * other multiplies the next. Rows that an item lacks are undefined: their accumulators are not
+ * stored and affect no other row. Therefore, a tile of 64 tokens may extend into the rows of A.
  *
  * Accumulation restarts after every `span` of K, and the sums of spans are added in order, as in
- * shrink/product.cuh. With 128 tokens, 128 columns leave enough registers for that. */
+ * shrink/product.cuh. With 128 ranks, TOKENS is 128 to leave registers for these sums. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/shrink/segments.cuh"
@@ -27,7 +26,7 @@ template <int RANKS_> struct ShrinkShape {
   static constexpr int TOKENS = RANKS_ == 128 ? 128 : 160, RANKS = RANKS_;
   static constexpr int CONSUMERS = 2, THREADS = kProducers + 128 * CONSUMERS;
   static constexpr int STAGES = RANKS == 128 ? 6 : RANKS == 64 ? 7 : 9;
-  static constexpr int FEW = (TOKENS - RANKS) / 2; // tokens of which two k steps fit a stage
+  static constexpr int FEW = (TOKENS - RANKS) / 2; // maximum tokens for two k steps per stage
   using List = ItemList<TOKENS, RANKS, kProducers / 32>;
 
   struct Stage {
@@ -106,7 +105,7 @@ __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const 
   return min(item.columns - item.first, S::RANKS);
 }
 
-/* Rows of A of an item, loaded by a box. */
+/* A TMA box: rows of A of an item. */
 struct BoxOfA {
   const CUtensorMap *map;
   int r, expert, adapter, ranks;
@@ -137,8 +136,8 @@ template <class S> struct BoxesOfA {
   }
 };
 
-/* Issues the loads of an item's rows of A. `first` and `second` are boxes of every step, which stay
- * in registers; more of them are found again in each step. */
+/* Issues the loads of an item's rows of A. `first` and `second` are its first boxes, which stay in
+ * registers; each step finds the `others` again. */
 template <class S, int BOXES>
 __device__ __forceinline__ void load_steps(const moelora_shrink_launch &s, const SegmentItem &item,
                                            const BoxOfA &first, const BoxOfA &second,
@@ -182,8 +181,8 @@ __device__ __forceinline__ void load_steps(const moelora_shrink_launch &s, const
   }
 }
 
-/* The TMA warp: loads rows of A of the listed items. The elected lane issues all loads of an item:
- * with few tokens there is little time for each. */
+/* Loads rows of A of the listed items, in the TMA warp. The elected lane issues all loads of an
+ * item: with few tokens there is little time for each. */
 template <class S>
 __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shrink_launch &s,
                                        const typename S::List &list, int items,
@@ -205,7 +204,7 @@ __device__ __forceinline__ void load_a(const ShrinkMaps *maps, const moelora_shr
   }
 }
 
-/* The gather warps: copy rows of x of the listed items. The addresses of the next item are
+/* Copies rows of x of the listed items, in the gather warps. The addresses of the next item are
  * computed once the first stages of this one are in flight. */
 template <class S>
 __device__ __forceinline__ void gather_x(const moelora_shrink_launch &s,
@@ -244,8 +243,8 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
                                         ShrinkContext<S> warp) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
-  // If x is by position, the previous kernel is the GEMM that writes it; segments were written
-  // earlier.
+  // If x is ordered by position, the previous kernel writes it, and segments were written earlier:
+  // wait only before the loads.
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
 
@@ -302,8 +301,8 @@ __device__ __forceinline__ void store_tile(const moelora_shrink_launch &s, const
   }
 }
 
-/* Multiplies TILES tiles of 64 tokens of an item, whose first stage is full, by N columns. A stage
- * has STEPS k steps, the last one of an item may have fewer. */
+/* Multiplies TILES tiles of 64 tokens of an item by N ranks. The item's first stage must be full. A
+ * stage has STEPS k steps; the last one of an item may have fewer. */
 template <class S, class T, int N, int TILES, int STEPS>
 __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
                                               const SegmentItem &item, int columns, int span,
@@ -314,7 +313,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
   for (int i = 0; i < TILES * N / 2; i++)
     rSum[i / (N / 2)][i % (N / 2)] = 0.f;
 
-  int step = 0, previous = -1; // step of the stage; the stage before, which is not yet released
+  int step = 0, previous = -1; // k step in the stage; the previous stage, not yet released
 #pragma unroll 1
   for (int begin = 0; begin < s.tokens.k; begin += span) {
     // Clear the accumulators.
@@ -345,7 +344,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
               rAcc[i], a + i * (2 * kM64Bytes / 16) + 2 * k16, b + 2 * k16);
       wgmma_commit();
 
-      // The previous wgmma is complete: release its stage.
+      // Wait for the previous wgmmas and release their stage.
       if (step == 0) {
         wgmma_wait<1>();
         if (previous >= 0)
@@ -370,8 +369,8 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     store_tile<T, N>(s, item, 64 * (half + 2 * i), columns, rSum[i]);
 }
 
-/* Consumes an item with the smallest of N, 2N, 4N, ... that holds its columns. half: 0 for the
- * first 64 tokens of 128, 1 for the second. */
+/* Consumes an item with the smallest wgmma of N, 2N, 4N, ... columns that holds its columns. half:
+ * 0 for the first 64 tokens of 128, 1 for the second. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,
@@ -437,7 +436,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- host ---- */
 
-/* Encodes boxes of 16 and, if a slice has as many, of 64 ranks by 64 elements of K. */
+/* Encodes tensor maps with boxes of 16 and, if a slice has as many, of 64 ranks by 64 of K. */
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t small[4] = {kDepth, kSmallBox, 1, 1}, large[4] = {kDepth, kLargeBox, 1, 1};

@@ -7,21 +7,21 @@
  * Copies run STAGES - 1 k steps ahead of the products, also across items, so that the pipeline
  * never drains.
  *
- * A stage holds TOKENS rows of x and RANKS rows of A of 64 elements; 16-byte chunk c of row i is
- * at c ^ i % 8, so that ldmatrix reads eight rows without bank conflicts. Rows that an item lacks
- * are neither loaded nor stored: stale memory affects only their own rows and columns of the
- * product. K beyond the end is zero in both. */
+ * A stage holds TOKENS rows of x and RANKS rows of A, each with 64 elements of K; 16-byte chunk c
+ * of row i is at c ^ i % 8, so that ldmatrix reads eight rows without bank conflicts. Rows that an
+ * item lacks are neither loaded nor stored: stale memory affects only their own rows and columns of
+ * the product. K beyond the end is zero in both. */
 #ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
 #define MOELORA_CUDA_SHRINK_STAGED_CUH
 
 #include "cuda/shrink/product.cuh"
 
-/* An SM holds kResidentWarps, two CTAs: one multiplies while the other waits. */
+/* An SM holds two CTAs, kResidentWarps in all: one multiplies while the other waits. */
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
   static constexpr int STAGES = 4;                                   // limited by shared memory
-  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // of 16 rows each, per warp
+  static constexpr int TILES = TOKENS / 16 / (WARPS / (RANKS / 32)); // 16-row tiles per warp
   static constexpr int STAGE_BYTES = (TOKENS + RANKS) * 128;
 };
 
@@ -38,7 +38,7 @@ struct StagedRows {
   int depth, span; // span: a multiple of kLine
 };
 
-/* Returns the row of A of column `column` over all slices; NULL if there is none. */
+/* Returns the row of A for rank `column` among the padded ranks of all slices; NULL if none. */
 template <class T>
 __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, int adapter,
                                                   int expert, int rank, int column) {
@@ -48,10 +48,10 @@ __device__ __forceinline__ const T *find_row_of_a(const moelora_factors &lora, i
   return factor_row<T>(lora.a[slice], adapter, expert, r);
 }
 
-/* Copies of a thread: chunk thread % 8 of rows thread / 8 + 32 i of an item. */
+/* A thread's copies: chunk thread % 8 of rows thread / 8 + 32 i of an item. */
 template <class T, class C> struct StagedLoader {
   static constexpr int ROWS = C::THREADS / 8;
-  int x[C::TOKENS / ROWS]; // -1: none
+  int x[C::TOKENS / ROWS]; // row of x; -1: none
   const T *a[C::RANKS / ROWS];
 
   template <class Item> __device__ __forceinline__ void start(const Item &item) {
@@ -156,7 +156,7 @@ template <class T, class C> struct Products {
 };
 
 /* Runs items 0 to `items` - 1: find(number) returns an item with tokens(), columns(), x_row(token)
- * and row_of_a(column); store(number, products) stores. Called by all threads. */
+ * and row_of_a(column); store(number, products) stores its results. Called by all threads. */
 template <class T, class C, class Find, class Store>
 __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<C> &stages,
                                            int items, Find find, Store store) {
