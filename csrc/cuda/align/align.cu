@@ -92,7 +92,7 @@ static align_sort describe(const moelora_align_problem *problem) {
   return sort;
 }
 
-/* Sorts tokens by adapter, unpadded, into parts.order. */
+/* Describes a sort of tokens by adapter, unpadded, into parts.order. */
 static align_sort describe_tokens(const moelora_align_problem *problem,
                                   const moelora_sort_plan &plan,
                                   const moelora_sort_scratch &parts) {
@@ -108,7 +108,7 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
   return sort;
 }
 
-/* Adds the members that only a layer uses. Blocks of one row serve only adapters; no balancing. */
+/* Adds the members that only a layer uses. Blocks of one row (for adapters) need no balancing. */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;

@@ -6,7 +6,7 @@
  *                 chunk itself, while the first launch runs: this keeps the table short.
  *
  *   table [num_rows, ceil(num_keys / 2)]   two 16-bit counts per word
- *   in_group [2, num_keys]                 a byte counts a key in one of 8 thread groups of a tile
+ *   in_group [2, num_keys]                 one byte each for the 8 thread groups of a tile
  *
  * In a tile, each thread group of ALIGN_GROUP threads counts its keys; an item follows the items of
  * equal key in lower thread groups. before[k] accumulates the items of key k in earlier tiles and
@@ -138,7 +138,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
-  /* the ids are complete before align_count starts; `order` may not be */
+  /* ids are complete once this kernel may start; `order` must be waited for */
   if (s.order)
     wait_for_previous_kernel();
   int32_t key[1];

@@ -1,7 +1,7 @@
 /* Sorts up to a few thousand items in one launch. Each CTA reads all items, which is faster than a
  * second launch or a grid-wide barrier, and places ALIGN_GROUP of them:
- *   before[k], total[k]   items of key k before the chunk, and from its begin on
- *   in_warp[k]            one byte per warp of the chunk
+ *   before[k], total[k]   number of items of key k before the chunk, and from its start on
+ *   in_warp[k]            number of items of key k, one byte per warp of the chunk
  * Counts are integer sums in shared memory, so that the order of additions does not matter. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -32,8 +32,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   for (uint32_t base = 0;;) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      /* a warp's items are all on one side of `begin`: its first item and `begin` are multiples of
-       * 32 */
+      /* a warp's items are on one side of `begin`: both start at multiples of 32 */
       const uint32_t item = base + u * ALIGN_THREADS + threadIdx.x;
       int32_t *bin = item < begin ? bins.before : bins.total;
       if (key[u] >= 0)

@@ -18,8 +18,7 @@ struct GemmBackwardLayout {
   moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
   void *dout;                 // [P, dout_stride] if dout is copied
   void *yb, *xa;              // [position, slices, padded rank]
-  void *dz;                   // [P, K] by flat row; not needed if the product writes dx. `slots`
-                              // reuses this memory.
+  void *dz;                   // [P, K] by flat row, if needed; shares memory with `slots`
   float *slots;
   size_t bytes;
 };

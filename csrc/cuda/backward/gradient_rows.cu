@@ -189,7 +189,6 @@ __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ Li
   }
 }
 
-/* Allocates the parts of `groups` groups. */
 moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int32_t few_rows,
                                   moelora_arena *arena) {
   const int64_t part = MOELORA_GRADIENT_ROWS, splits = rows / (part + 1);

@@ -11,7 +11,7 @@
 
 constexpr int kColumns = 128;
 
-/* A product, as the kernels take it. */
+/* A product, as passed to the kernels. */
 struct GradientProduct {
   moelora_gradient_operand ranks, wide;
   int64_t ranks_slice;
@@ -39,7 +39,7 @@ struct GradientGroup {
 };
 
 struct GradientTile {
-  int rank, column; // first of the tile
+  int rank, column; // first rank and column of the tile
 };
 
 /* Finds tile `tile` of a part, and returns its product. */

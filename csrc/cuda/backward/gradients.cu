@@ -296,7 +296,7 @@ template <class T, class S> struct PartTile {
 /* Finds tile `work` among the tiles of all parts (or splits); tiles of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
-  int number, tile; // of the part or the split; tile within it
+  int number, tile; // number of the part or split; tile within it
 
   __device__ __forceinline__ GradientWork(const GradientLaunch &s, int64_t work, int64_t of_pairs) {
     group = &s.group[work >= of_pairs];
@@ -485,7 +485,6 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
-/* Launches the kernel for pairs with few rows. */
 template <class T, int RANKS>
 moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
   using S = FewShape<RANKS>;

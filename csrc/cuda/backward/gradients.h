@@ -2,8 +2,8 @@
  *
  *   A: gradient[l, e] (+)= ranks^T wide     over the rows of an (adapter, expert)
  *   B: gradient[l, e] (+)= wide^T ranks     over the rows of an (adapter, expert)
- *   gradient[l]       (+)= either product   over the rows of an adapter, if experts share the
- * factor bias[e]           (+)= sum of wide      over the rows of an expert
+ *   gradient[l]       (+)= either product   over the rows of an adapter, if experts share factors
+ *   bias[e]           (+)= sum of wide      over the rows of an expert
  *
  * A call runs, in this order on its stream:
  *
@@ -88,7 +88,6 @@ static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accum
          g->stride_e % 8 == 0 && g->stride_l % 8 == 0;
 }
 
-/* Allocates the list. */
 moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
                                                       const moelora_gradient_uses *uses,
                                                       moelora_arena *arena);
@@ -160,8 +159,8 @@ typedef struct moelora_bias_launch {
   bool accumulate;
 } moelora_bias_launch;
 
-/* Reads resolved routes (topk_weights if weighted), and of the blocks' members that the list reads
- * all except packed_ranks. */
+/* Reads resolved routes (topk_weights if weighted), and the same members of blocks as the list,
+ * except packed_ranks. */
 moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);

@@ -3,19 +3,18 @@
  *
  *   CTA     keeps all rows of `ranks` of a pair in shared memory, up to RANKS columns of each
  *   warp    processes slabs of 32 columns of `wide`: cp.async of rows in its own pipeline,
- * mma.sync, exchange through the last stage that it has read, 16-byte stores
+ *           mma.sync, exchange through the last stage that it has read, 16-byte stores
  *
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
- * ones have one slice.
- * The gradient's rows are the M of m16n8k16: ranks of A, columns of B. K is the rows of the pair,
- * in their order; rows past the end are zero in both operands. */
+ * ones have one slice. The gradient's rows are the M of m16n8k16: ranks of A, columns of B. K is
+ * the rows of the pair, in their order; rows past the end are zero in both operands. */
 #ifndef MOELORA_CUDA_GRADIENTS_FEW_CUH
 #define MOELORA_CUDA_GRADIENTS_FEW_CUH
 
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
 
-constexpr int kFewColumns = 1024; // of wide, of a tile
+constexpr int kFewColumns = 1024; // columns of `wide` per tile
 
 template <int RANKS_> struct FewShape {
   static constexpr int RANKS = RANKS_, WARPS = 4, THREADS = 32 * WARPS;
@@ -45,7 +44,7 @@ __device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGr
   return product;
 }
 
-/* Zeros all but the first `count` of eight elements. */
+/* Zeroes all but the first `count` of eight elements. */
 __device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
   const auto keep = [&](uint32_t two, int first) {
     return first + 1 < count ? two : first < count ? two & 0xffffu : 0u;
@@ -201,7 +200,6 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       return {to, stride, r < p.max_rank ? columns : 0, r < rank ? columns : 0, columns};
     return {to, stride, columns > 0 ? p.max_rank - r : 0, rank - r, columns};
   }
-  /* Advances to the next slab of this warp. */
   __device__ __forceinline__ void advance(Lines &lines) const {
     lines.columns -= CTA_COLUMNS;
     if constexpr (TRANSPOSED) {

@@ -15,7 +15,7 @@ struct GradientLaunch {
 /* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
  * of its rows, of which `size` are valid. */
 template <class T> struct RowCopies {
-  const T *from; // in row 0
+  const T *from; // its columns in row 0
   int size;      // valid elements; the rest is zero-filled
 
   __device__ __forceinline__ void describe(const moelora_gradient_operand &operand, int64_t offset,

@@ -178,8 +178,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     const Work work(segment, warp, ranks_of(segment));
     const int first = work.first;
     const bool mine = first < segment.high && first + 16 > segment.low && work.low < work.high;
-    // Rows from which this lane's ldmatrix loads the first k16 slab: B transposed, X as two n8
-    // tiles.
+    // Rows from which this lane loads the first k16 slab: of B transposed, of X two n8 tiles.
     const int depth_row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
     const uint32_t b_row = depth_row * kRowBytes, x_row = (first + depth_row) * kRowBytes;
     float d[S::OWN][2][4] = {};
@@ -222,8 +221,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
       store(segment, work, d);
   }
 
-  /* Scales, rounds and transposes the accumulators; a lane stores two ranks of a token at a
-   * time. */
+  /* Scales, rounds, transposes and stores; a lane stores two ranks of a token at a time. */
   __device__ __forceinline__ void store(const PartSegment &segment, const Work &work,
                                         const float (&d)[S::OWN][2][4]) const {
     const int lane = threadIdx.x & 31;
@@ -276,8 +274,7 @@ __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t 
   }
 }
 
-/* Processes every kSplits-th group of TOKENS rows of a listed segment of `expert`, from group
- * `split` on, with one CTA. */
+/* Processes every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_t base, int4 listed,
                                               int expert, int split, int slice, int chunk) {

@@ -76,7 +76,7 @@ inline moelora_back_launch back_product(const Alignment *a, const moelora_weight
   g.tokens.k = w->data ? (int32_t)w->n : 0; // a delta has no weights, only factors
   g.weights.w.bias = nullptr;
   g.weights.n_out = (int32_t)w->k;
-  g.epilogue.activation.kind = MOELORA_SILU; // no activation, since it is not gated
+  g.epilogue.activation.kind = MOELORA_SILU; // no activation, since the product is not gated
   if (g.schedule.blocks.packed_ranks)
     g.weights.factors_vectors = plan->a_vectors;
   return g;

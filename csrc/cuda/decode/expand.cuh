@@ -47,8 +47,7 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
   return e;
 }
 
-/* Returns the address of a lane's ranks in the row of B for output g + 8 * half; NULL if there are
- * none. */
+/* Returns the address of a lane's ranks in the row of B for output g + 8 * half; NULL if none. */
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {
@@ -75,8 +74,7 @@ __device__ __forceinline__ void prefetch_slabs(const DecodeParams &p, const Tabl
   });
 }
 
-/* Zeroes all but the first `count` of eight elements: beyond the true rank a factor may hold
- * NaN. */
+/* Zeroes elements from `count` on: beyond the true rank a factor may hold NaN. */
 __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   auto keep = [&](uint32_t word, int first) {
     return count >= first + 2 ? word : count == first + 1 ? word & 0xffff : 0;

@@ -1,5 +1,5 @@
-/* Work scheduler of the decode kernel: which items a CTA processes, how its warps iterate over
- * them, and which rows of weights, factors and outputs they cover. */
+/* Work scheduler of the decode kernel: assigns items to CTAs, iterates over them, and maps them to
+ * rows of weights, factors and outputs. */
 #ifndef MOELORA_CUDA_DECODE_SCHEDULER_CUH
 #define MOELORA_CUDA_DECODE_SCHEDULER_CUH
 
@@ -21,7 +21,7 @@ struct DecodeParams {
   int32_t span_blocks[2];     // blocks of K per span of a shrink; of w13, of w2
   bool gated, interleaved;
   bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
-  uint32_t *digests;               // [CTAs] of each CTA's snapshot
+  uint32_t *digests;               // [CTAs] digest of each CTA's snapshot
   RoutingSnapshot *snapshot;       // the first CTA's
   uint16_t *h;                     // [P, I]
   uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
@@ -68,8 +68,7 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
 
 /* ---- iteration over K spans ---- */
 
-/* Returns how many CTAs have no SHRINK13 items, which are distributed from the last CTA
- * backwards. */
+/* Returns how many CTAs have no SHRINK13 items; items are assigned from the last CTA down. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.max_shrinks13, 0);
 }

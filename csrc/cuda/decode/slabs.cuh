@@ -193,7 +193,7 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* Adds the slabs of a product, which are next in the pipeline, to d. Tokens that are not STAGED are
+/* Adds the product of the slabs that are next in the pipeline to d. Tokens that are not STAGED are
  * loaded one slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tabl
   }
 }
 
-/* Computes this warp's product of an item in d, not yet scaled by 2^DEFERRED. */
+/* Computes this warp's product of an item into d, not yet scaled by 2^DEFERRED. */
 template <class T, moelora_kernel_format FORMAT>
 __device__ __forceinline__ void multiply_tiles(const DecodeParams &p, const Tables &t,
                                                const WorkItem &item, const TokenRows &tokens,

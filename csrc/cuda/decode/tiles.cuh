@@ -15,7 +15,6 @@
 namespace decode {
 namespace {
 
-/* Static shared memory. */
 struct SharedStorage {
   Tables tables;
   Partials partials;
@@ -149,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, kResident)
  * 227 KB, two CTAs use all but what L1 needs for factors; weights do not pass through L1. */
 constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
-/* Launches the kernel for FORMAT. */
 template <moelora_kernel_format FORMAT>
 moelora_status launch_tiles(DecodeParams params, int64_t work, const moelora_exec *exec,
                             bool *fits) {

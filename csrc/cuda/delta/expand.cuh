@@ -1,4 +1,4 @@
-/* One step of the expand: a warp copies it to shared memory, multiplies and stores.
+/* A step of the expand: a warp copies its operands to shared memory, multiplies and stores.
  *
  * Any assignment of ranks and columns to the slots of an mma is valid if both operands agree:
  *   ranks    lane q = lane % 4 has ranks 8q to 8q + 7 of 32 (or 4q to 4q + 3 of 16), so that one
@@ -34,7 +34,6 @@ __device__ __forceinline__ void mask_ranks(uint32_t (&v)[WORDS], int first, int 
     mask_elements(v, rank - first - (int)(threadIdx.x % 4) * 2 * WORDS);
 }
 
-/* Loads 8 or 16 bytes by one instruction. */
 template <int WORDS>
 __device__ __forceinline__ void read_words(uint32_t (&v)[WORDS], const void *from) {
   static_assert(WORDS == 2 || WORDS == 4, "one access");
@@ -83,8 +82,8 @@ __device__ __forceinline__ void begin() {
   start_next_kernel();
 }
 
-/* Stores the offsets of row i of a window, which is flat row `row`. If `marks`, also marks the row
- * as written, provided that the caller tracks this. */
+/* Stores the offsets of row i of a window, which is flat row `row`; with `marks`, also sets
+ * p.written[row] unless NULL. */
 template <int ROWS>
 __device__ __forceinline__ void find_addresses(const delta_expand &p, RowAddresses<ROWS> &addresses,
                                                int i, uint32_t row, bool marks) {

@@ -1,5 +1,5 @@
-/* Products of up to 8 rows with some columns of B, both loaded directly to registers, for expands
- * of thin segments. Columns of B are the M side of m16n8k16, rows the N side.
+/* Multiplies up to 8 rows by some columns of B, both loaded directly to registers, for expands of
+ * thin segments. Columns of B are the M side of m16n8k16, rows the N side.
  *
  * Ranks have the same slots as in delta/expand.cuh, so that results are bitwise equal. Slot g + 8 j
  * of product t holds column 2 t + j of the columns that lanes with lane / 4 = g store, so that a

@@ -20,7 +20,8 @@ struct DeltaShrinkParams {
   int32_t part, shares;
 };
 
-/* Rows [low, high) of a window by up to RANKS ranks of all slices, from `first` on. */
+/* An item: rows [low, high) of a window by up to RANKS padded ranks of all slices, from `first`
+ * on. */
 struct ShrinkItem {
   int low, high, first, adapter, expert, rank;
 };
@@ -99,7 +100,7 @@ struct WarpItem {
 template <class S> struct DeltaShrinkShared {
   Sums<S> sums;
   Window<kRows<S>> window;
-  int32_t x[kRows<S>]; // row of x of each row
+  int32_t x[kRows<S>]; // row of x for each row of the window
   int work_units;
   WarpItem items[S::WARPS];
 };

@@ -57,7 +57,7 @@ inline moelora_status align(const Alignment *a, const moelora_routes *from,
   return moelora_cuda_align_rows(from, &a->routes, &a->blocks, plan, &a->scratch, exec);
 }
 
-/* Computes to [M, K] = x times routing weights; top_k is 1. */
+/* Computes `to` [M, K] = x times routing weights (top_k is 1). */
 inline moelora_status weigh_tokens(const moelora_experts_problem *p, const moelora_routes *routes,
                                    void *to, const moelora_exec *exec) {
   const moelora_row_copy c = {p->x, {p->x_stride, 0}, true, to, p->hidden, p->hidden};

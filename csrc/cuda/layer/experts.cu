@@ -79,7 +79,6 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   return {q, false};
 }
 
-/* Quantizes a projection's tokens. */
 moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
                         const moelora_variant *variant, const moelora_projection_plan *plan,
                         const moelora_exec *exec) {

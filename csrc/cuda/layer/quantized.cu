@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-/* Clears each half of 16 bytes of values whose e4m3 scale is 0; 8 bytes share a scale. */
+/* Clears each 8 of 16 bytes of values if their shared e4m3 scale is 0. */
 __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &p, int64_t expert,
                                                int64_t n, int64_t at, uint32_t *values) {
   const uint8_t *scales =

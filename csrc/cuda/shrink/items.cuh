@@ -3,7 +3,7 @@
  *
  * If the sort has listed segments, every CTA counts the items of all segments and takes every
  * gridDim-th item: CTAs differ by at most one item, and concurrent CTAs share A or x in L2. If
- * items are ordered by adapter, they share the rows of x of its tokens.
+ * items are ordered by adapter, concurrent CTAs share the adapter's rows of x.
  *
  * Otherwise, and for few segments, each warp searches blocks for segments. The items of a block are
  * distributed to `shares` work units, and these to the warps of CTAs, such that concurrent CTAs
@@ -22,7 +22,7 @@ struct ShrinkParams {
   moelora_shrink_launch s;
   int32_t part, shares, group;
   bool listed; // whether segments are listed and distributed evenly to all CTAs
-  bool few;    // one pass of all CTAs over the blocks finds all items
+  bool few;    // whether one pass of all CTAs over the blocks finds all items
 };
 
 /* Distributes an item with a given number of columns over the teams of a CTA: team t * ranks + r

@@ -74,7 +74,7 @@ template <bool VECTORS> __device__ __forceinline__ int first_element() {
   return threadIdx.x % 4 * (VECTORS && kAnyOrder ? 4 : 8);
 }
 
-/* Returns a lane's operand of two products, from the elements that it has loaded. */
+/* Returns a lane's operand of two mma, from the elements that it has loaded. */
 template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded) {
   if constexpr (VECTORS && kAnyOrder)
     return loaded;
@@ -100,7 +100,7 @@ template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
   int left; // elements per row left for this warp
 
-  /* Finds ranks from `column` on, among `columns` padded ranks of all slices, at element `k`. */
+  /* Finds addresses of ranks from `column` on, of `columns` padded ranks of all slices, at `k`. */
   __device__ __forceinline__ void find_a(const moelora_factors &lora, int adapter, int expert,
                                          int rank, int column, int columns, int k) {
     const int lane = threadIdx.x % 32;

@@ -18,11 +18,11 @@
 constexpr int kListedItems = 64;  // per CTA, listed at a time
 constexpr int kCut = 16;          // segments are split at multiples of this many rows
 constexpr int kAnotherPart = 32;  // cost, in rows, of another pass over K for another segment
-constexpr int kManySegments = 6;  // segments per CTA from which CTAs may differ by one
-constexpr int kShortSegment = 64; // in rows; half as many take nearly as long
+constexpr int kManySegments = 6;  // segments per CTA from which short ones stay whole
+constexpr int kShortSegment = 64; // maximum rows; half as many take nearly as long
 
-/* An item: `tokens` rows of a segment by ranks of all slices from `first` on, of `columns` in all.
- * It begins `row` rows after position `block`, the start of a block; a block has `share` rows. */
+/* An item: `tokens` rows of a segment by up to RANKS of the padded ranks of all slices, [first,
+ * columns). It begins `row` rows after position `block`, the start of a block with `share` rows. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // multiplier that divides by `share`
@@ -64,7 +64,7 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum
   int first;                    // the first segment of the part
-  int ctas;                     // CTAs per segment, which is then its length; 0: it is rows
+  int ctas;                     // CTAs per segment, and its length; 0: lengths are in rows
   bool many;                    // whether there are kManySegments per CTA
   int all;                      // number of items of the part
 };
@@ -163,8 +163,7 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // Give each segment as many CTAs, unless equal parts are faster despite another A and pass over
-  // K.
+  // Give all segments the same number of CTAs, unless equal parts cost less with another pass.
   if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;

@@ -4,13 +4,14 @@
  *   gather warps    X(0) X(1) X(2)  ...   rows of x of k step i, gathered by cp.async
  *   consumers            0    1     ...   wgmma of step i, in flight with that of step i - 1
  *
- * One CTA per SM. The producer warpgroup lists the CTA's items and fills a pipeline. A stage holds
- * 64 elements of K or, for an item with few tokens, two k steps of 64: otherwise, the fixed cost of
- * a stage would dominate. Two consumer warpgroups run wgmma with tokens as operand A and ranks as
- * operand B: one has the first 64 tokens and those from 128 on, the other the second 64. They swap
- * roles after each item, so that with at most 64 tokens one stores the results of an item while the
- * other multiplies the next. Rows that an item lacks are undefined: their accumulators are not
- * stored and affect no other row. Therefore, a tile of 64 tokens may extend into the rows of A.
+ * An SM runs one CTA. The producer warpgroup lists the CTA's items and fills a pipeline. A stage
+ * holds 64 elements of K or, for an item with few tokens, two k steps of 64: otherwise, the fixed
+ * cost of a stage would dominate. Two consumer warpgroups run wgmma with tokens as operand A and
+ * ranks as operand B: one has the first 64 tokens and those from 128 on, the other the second 64.
+ * They swap roles after each item, so that with at most 64 tokens one stores the results of an item
+ * while the other multiplies the next. Rows that an item lacks are undefined: their accumulators
+ * are not stored and affect no other row. Therefore, a tile of 64 tokens may extend into the rows
+ * of A.
  *
  * Accumulation restarts after every `span` of K, and the sums of spans are added in order, as in
  * shrink/product.cuh. With 128 ranks, TOKENS is 128 to leave registers for these sums. */
@@ -93,7 +94,6 @@ template <class S> struct StageLayout {
       : steps(item.tokens <= S::FEW ? 2 : 1), sA((steps == 2 ? S::FEW : S::TOKENS) * kRowBytes) {}
   static constexpr int STEP = sizeof(typename S::Stage) / 2; // offset of the second step
 
-  /* Returns the number of stages of an item. */
   __device__ __forceinline__ int stages(const moelora_shrink_launch &s) const {
     return ceil_divide(s.tokens.k, kDepth * steps);
   }
@@ -369,8 +369,8 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     store_tile<T, N>(s, item, 64 * (half + 2 * i), columns, rSum[i]);
 }
 
-/* Consumes an item with the smallest wgmma of N, 2N, 4N, ... columns that holds its columns. half:
- * 0 for the first 64 tokens of 128, 1 for the second. */
+/* Consumes an item with the narrowest wgmma (N, 2N, 4N, ... columns) that covers it. half: 0 for
+ * the first 64 tokens of 128, 1 for the second. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,

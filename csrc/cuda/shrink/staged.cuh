@@ -16,7 +16,7 @@
 
 #include "cuda/shrink/product.cuh"
 
-/* An SM holds two CTAs, kResidentWarps in all: one multiplies while the other waits. */
+/* An SM holds two CTAs, kResidentWarps warps in all: one CTA multiplies while the other waits. */
 template <int RANKS_> struct Staged {
   static constexpr int TOKENS = 128, RANKS = RANKS_, WARPS = 8, THREADS = 32 * WARPS;
   static constexpr int CTAS = kResidentWarps / WARPS;
@@ -84,7 +84,7 @@ template <class T, class C> struct StagedLoader {
  * from first_tile on. With fewer columns, more warps share the rows. */
 template <class T, class C> struct Products {
   int column, first_tile, step;
-  using Tiles = float[C::TILES][2][2][4]; // [][16 columns][8 of them][]
+  using Tiles = float[C::TILES][2][2][4]; // [tile][16 columns][8 of these][]
   Tiles d, sum;                           // of this span, of the previous spans
 
   __device__ __forceinline__ explicit Products(int columns) {
