@@ -22,13 +22,13 @@ struct GradientProduct {
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
-  int32_t first_tile, tiles; // range of its tiles within a part
+  int32_t first_tile, tiles; // first tile within a part; number of tiles
   struct {
     int32_t columns, first; // number of column tiles; first tile within a pair with few rows
   } few;
 };
 
-/* Products over the parts of one kind. */
+/* Products that share parts: those of pairs, or those of adapters. */
 struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];

@@ -25,8 +25,8 @@ MOELORA_BEGIN_C
 /* Maximum number of rows of a part, which one CTA processes for a tile of a gradient: a multiple of
  * the rows of a stage, and large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
-/* Pairs with at most this many rows go to the kernel of gradients_few.cuh, which keeps up to RANKS
- * columns of their rank rows in shared memory. */
+/* Pairs with at most this many rows go to the kernel of gradients_few.cuh, which holds their rows
+ * of `ranks` in shared memory, up to RANKS columns of each. */
 #define MOELORA_GRADIENT_FEW(RANKS) ((RANKS) <= 16 ? 384 : (RANKS) <= 32 ? 320 : 128)
 
 /* A part of the rows over which a gradient sums. */

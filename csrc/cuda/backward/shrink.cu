@@ -102,7 +102,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
     int x_left, b_left;        // elements of K left from this thread's first one in X, and in B
     int ranks;                 // true ranks from this thread's first on
     bool any;                  // whether the products read this thread's ranks
-    uint32_t to, stage;        // offset of this thread in X of a stage; the stage of the next step
+    uint32_t to, stage;        // this thread's offset in sX; stage of the next step
 
     __device__ __forceinline__ Copies(const BackShrink &shrink, const PartSegment &segment) {
       const BackShrinkParams &p = shrink.p;

@@ -21,7 +21,7 @@ __device__ __forceinline__ int blocks_inside(const DecodeParams &p, int kind, co
 /* Addresses of a lane's rows of one operand in a K span. */
 template <int ROWS> struct OperandRows {
   const uint16_t *row[ROWS];
-  int blocks; // left within K
+  int blocks; // blocks left within K
 };
 
 __device__ __forceinline__ bool has_vectors(const DecodeParams &p, int kind) {

@@ -36,7 +36,7 @@ enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
 /* The elements that a CTA has loaded from the caller's tables. */
 struct RoutingSnapshot {
-  int32_t expert[kRows]; // of each row, local; -1: skipped
+  int32_t expert[kRows]; // local expert of each row; -1: skipped
   int32_t adapter[kTokens], rank[kTokens];
   float scaling[kTokens];
 };
@@ -44,7 +44,7 @@ constexpr int kSnapshotWords = sizeof(RoutingSnapshot) / 4;
 
 struct Tables {
   RoutingSnapshot routing;
-  uint32_t digest; // of the snapshot
+  uint32_t digest; // digest of the snapshot
   bool mismatch;   // whether another CTA has a different digest
   bool uses_first; // whether all CTAs restarted from the first CTA's snapshot
   int32_t active_experts, segments;

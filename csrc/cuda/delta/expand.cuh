@@ -155,15 +155,15 @@ template <bool SILU> struct ExpandItem {
   }
 };
 
-/* Rows [row, row + 16) of an item, ranks [k, k + K_SPAN). rank: the true rank; 0: after the last
- * item. */
+/* A step: rows [row, row + 16) of an item by ranks [k, k + K_SPAN). rank: the true rank; 0: after
+ * the last item. */
 template <bool SILU> struct Step {
   ExpandItem<SILU> item;
   TileCoord at;
   int row, k, rank;
 };
 
-/* STEPS products of 16 ranks form one K span of B. */
+/* A K span of B is STEPS mma of 16 ranks each. */
 template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   static constexpr int K_SPAN = 16 * STEPS, CHUNK = STEPS == 1 ? 4 : 8; // ranks per load
   static constexpr int LOADS = K_SPAN / (4 * CHUNK);

@@ -9,7 +9,7 @@
 
 #include "cuda/delta/expand.cuh"
 
-/* STEPS products of 16 ranks cover every rank. */
+/* STEPS mma of 16 ranks cover every rank. */
 template <class T, int STEPS> struct ThinTile {
   static constexpr int CHUNK = STEPS == 1 ? 4 : 8; // ranks per load
   static constexpr int LOADS = 4 * STEPS / CHUNK;

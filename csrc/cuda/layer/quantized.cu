@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
   for (int64_t i = blockIdx.x; i < p.num_experts * row_tiles * lines; i += gridDim.x) {
     const int64_t row_tile = i / lines % row_tiles, expert = i / lines / row_tiles;
     const int64_t first_row = row_tile * kRows, first_tile = i % lines * AT_ONCE;
-    __syncthreads(); // all have read the previous rows
+    __syncthreads(); // all threads have read the previous rows
     for (int v = threadIdx.x; v < kRows * LINE / 16; v += PACK_THREADS) {
       const int r = v / (LINE / 16), chunk = v % (LINE / 16);
       const int64_t n = moelora_row_of_tile(w.order, w.n, first_row + r);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
                        depth_tile * w.stride_kt;
     for (int v = thread; v < moelora_tile_size(w.format) / 16; v += UNPACK_THREADS)
       ((uint4 *)tile)[v] = ((const uint4 *)from)[v];
-    __syncthreads(); // all have read the previous rows
+    __syncthreads(); // all threads have read the previous rows
     TileFragment<FORMAT, T> fragment;
     fragment.load(shared_address(tile), warp, w.format);
     uint32_t a[4][4];

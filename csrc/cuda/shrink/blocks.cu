@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);
     __syncthreads();
   }
-  wait_and_start_next(); // for threads without work
+  wait_and_start_next(); // threads without work have not waited yet
 }
 
 template <class T, class S, bool VECTORS>

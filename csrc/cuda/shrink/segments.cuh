@@ -58,8 +58,8 @@ __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const Se
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
-  int64_t warp_length[WARPS];   // scratch of sum_before: sums of the warps
-  int warp_used[WARPS];         // scratch of sum_before: segments of the warps that are not empty
+  int64_t warp_length[WARPS];   // scratch of sum_before: length per warp
+  int warp_used[WARPS];         // scratch of sum_before: non-empty segments per warp
   int longest;                  // maximum over segments of rows of x times chunks of ranks
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum
