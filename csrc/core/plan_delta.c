@@ -9,7 +9,7 @@
 /* Thresholds measured on an H200, except for those that follow from a kernel. Nanoseconds are
  * compared with the memory time of cost.c. */
 #define SORT_NS 5000.      /* a launch that sorts */
-#define GROUP_NS 500.      /* sorting windows in each CTA, if the batch has one or two */
+#define GROUP_NS 500.      /* no launch: each CTA sorts the rows of its window */
 #define WARP_BYTES 131072. /* bytes that a warp of an expand moves per wave */
 
 enum {

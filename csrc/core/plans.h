@@ -1,8 +1,9 @@
 /* A plan: the kernel of each launch of a call, and its launch parameters.
  *
- * A plan depends only on the sizes, strides and alignment of the problem and on
- * moelora_device_info. It names a kernel wherever there are several. Launchers choose nothing; they
- * only query the driver for the number of CTAs or clusters that are resident at once. */
+ * A plan depends on the problem, except for the contents of its tensors, on moelora_device_info and
+ * on forced or tuned variants. It names a kernel wherever there are several. Launchers only query
+ * the driver for the CTAs or clusters that are resident at once, and run `staged` if a kernel of a
+ * whole layer does not fit. */
 #ifndef MOELORA_CORE_PLANS_H
 #define MOELORA_CORE_PLANS_H
 

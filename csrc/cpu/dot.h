@@ -100,7 +100,7 @@ static void dot(int64_t m, int64_t n, int64_t k, const void *const *x, const voi
         DOT_CASE(5)
         DOT_CASE(6)
       }
-      ahead = 0; /* the first rows have prefetched them */
+      ahead = 0; /* the first tile of x has prefetched the next weight rows */
     }
     w += MOELORA_DOT_N * w_stride;
     c += MOELORA_DOT_N;

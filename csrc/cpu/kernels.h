@@ -50,7 +50,7 @@ typedef struct moelora_cpu_kernels {
   /* Round float32 values to the dtype, and write operands (`round`) or the dtype (`store`). */
   void (*round)(const float *src, void *dst, int64_t n);
   void (*store)(const float *src, void *dst, int64_t n);
-  /* Converts the dtype to float32. */
+  /* Converts values of the dtype to float32. */
   void (*load)(const void *src, float *dst, int64_t n);
   /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
    * is at w + j * w_stride bytes. Prefetches weight rows into L2, MOELORA_DOT_N rows ahead; at the

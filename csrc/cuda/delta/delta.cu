@@ -25,7 +25,7 @@ struct DeltaLayout {
   void *xa[2]; // [P, slices, padded rank]
   void *act;   // [P, k of the second]
   Waiting z;
-  uint8_t *written; // [P] whether each row was written; NULL: those with an adapter are
+  uint8_t *written; // [P] whether the expand wrote row p of z; NULL: see moelora_sum_launch
   size_t bytes;
 };
 

@@ -137,8 +137,9 @@ typedef struct moelora_before_activation {
   int64_t stride;
 } moelora_before_activation;
 
-/* One grouped projection:
- *   out[p] = act(x[p / divisor] w[e]^T + xa[p] B[l, e]^T + bias[e]) * weight */
+/* One grouped projection, of flat row p at position i:
+ *   out[p] = act(x[p / divisor] w[e]^T + xa[i] B[l, e]^T + bias[e]) * weight
+ * If divisor is 0, x[i] replaces x[p / divisor]; if out_by_position, out[i] replaces out[p]. */
 typedef struct moelora_gemm_launch {
   moelora_schedule schedule;
   moelora_tokens tokens;

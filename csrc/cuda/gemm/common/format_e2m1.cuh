@@ -13,7 +13,8 @@
 /* Extracts e2m1 values I of both halves of a word. */
 template <class T, int I> __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
   if constexpr (Element<T>::is_bf16) {
-    // The last value's bits are spread: the copies shifted by 2, 7 and 12 do not overlap.
+    // Of value 3 the exponent is in bits 10 and 11, the sign in bit 13, the mantissa in bit 14.
+    // COPIES moves them to bits 7 and 8, 15, and 6; the shifted copies do not overlap.
     constexpr uint32_t COPIES = 1 << 12 | 1 << 7 | 1 << 2;
     const uint32_t moved = I < 3 ? word << 3 * I : (word >> 10 & 0x001b001bu) * COPIES;
     return moved & 0x81c081c0u;

@@ -26,7 +26,7 @@
 
 /* ---- layout ---- */
 
-/* Returns the slabs per stage, which the sizes of sW and sX limit. */
+/* Returns the number of slabs per stage, which the sizes of sW and sX limit. */
 template <class S>
 __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MAX_SLABS = sizeof(S::Stage::sW) / (S::TILES * kSlabBytes);

@@ -144,7 +144,7 @@ struct LaunchSm90 {
   template <class S>
   static moelora_status run_as(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
                                const moelora_exec *exec) {
-    // Maps count 16-bit elements, or pairs of e4m3 elements.
+    // Tensor maps count 16-bit elements, or pairs of e4m3 elements.
     constexpr int PAIR = 2 / FormatTraits<FORMAT>::X_BYTES;
     GemmMaps maps = {};
     if (FormatTraits<FORMAT>::IS_NATIVE)

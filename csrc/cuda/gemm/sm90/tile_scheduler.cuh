@@ -91,7 +91,7 @@ private:
   static constexpr int CONTINUES = 1 << 16;
   int packed; // count() | left() << 8 | CONTINUES: producers have few registers
 
-  /* Returns the number of tiles of the run after this one. */
+  /* Returns how many tiles of the current run follow this tile. */
   __device__ __forceinline__ int left() const { return S::RUNS ? packed >> 8 & 0xff : 0; }
   static __device__ __forceinline__ int clusters() { return gridDim.x / S::CLUSTER; }
 

@@ -27,8 +27,8 @@
 
 template <class S, class T> struct TransposedTilesMainloop;
 
-/* Dequantization needs registers besides the accumulators, as in dequantize.cuh. ZEROS_: formats
- * may have zero points. */
+/* Producers give up registers for dequantization, as in dequantize.cuh. ZEROS_: formats may have
+ * zero points. */
 template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>,
                               RegisterBudget<CONSUMERS == 1 ? 96 : 88, CONSUMERS> {
