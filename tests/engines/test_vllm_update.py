@@ -234,9 +234,12 @@ def test_an_async_engine(llm):
     calls = engine.collective_rpc
 
     async def collective_rpc(method, timeout=None, args=(), kwargs=None):
+        await asyncio.sleep(0)
         return calls(method, timeout, args, kwargs)
 
     engine.collective_rpc = collective_rpc
+    with pytest.raises(RuntimeError, match="await update_adapters_async"):
+        update.update_adapters(llm, {"law": given(1)})
     found = asyncio.run(update.update_adapters_async(engine, {"law": given(1)}))
     engine.add_request("a", found["law"])
     serves(engine.step()["a"], 1)

@@ -17,8 +17,7 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,7 +32,6 @@ PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
 FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
 
 Adapters: TypeAlias = "Mapping[str, tuple[Any, Mapping[str, Tensor]]]"
-Call: TypeAlias = "tuple[str, tuple[Any, ...]]"  # a method of workers, and its arguments
 
 _engines = itertools.count()
 _known: set[str] = set()  # paths of versions that requests of this process may name
@@ -82,7 +80,7 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
         then as before, on all ranks.
     RuntimeError
         A worker has no such method (moelora is not installed there, or MOELORA_VLLM=0), or has
-        lost what was staged.
+        lost what was staged; or the engine is an `AsyncLLM`.
 
     Notes
     -----
@@ -90,34 +88,25 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
     run on; a request that names another one is refused as it is added. An engine in a process of
     its own gets tensors as bytes in the form of safetensors.
     """
-    engine = getattr(llm, "llm_engine", llm)
-    update, replies = _update(engine, adapters), None
-    while True:
-        try:
-            method, args = update.send(replies)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return] # of _update
-        with _explained(method):
-            replies = engine.collective_rpc(method, args=args)
+    update = _update(getattr(llm, "llm_engine", llm), adapters)
+    try:
+        update.send(None)  # to its end: an engine that is no AsyncLLM lets nothing wait
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return] # of _update
+    update.close()
+    raise RuntimeError("the engine answers later, as an AsyncLLM: await update_adapters_async")
 
 
 async def update_adapters_async(engine: Any, adapters: Adapters) -> dict[str, Any]:
     """`update_adapters` for an `AsyncLLM`."""
-    update, replies = _update(engine, adapters), None
-    while True:
-        try:
-            method, args = update.send(replies)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return] # of _update
-        with _explained(method):
-            replies = await engine.collective_rpc(method, args=args)
+    return await _update(engine, adapters)
 
 
-@contextmanager
-def _explained(method: str) -> Iterator[None]:
-    """Say what to do where a worker has no such method."""
+async def _call(engine: Any, method: str, *args: Any) -> Sequence[Any]:
+    """The replies of all workers. RuntimeError if they have no such method."""
     try:
-        yield
+        replies = engine.collective_rpc(method, args=args)
+        return await replies if inspect.isawaitable(replies) else replies  # type: ignore[no-any-return]
     except Exception as error:
         if method not in str(error):
             raise
@@ -127,8 +116,13 @@ def _explained(method: str) -> Iterator[None]:
         ) from error
 
 
-def _update(engine: Any, adapters: Adapters) -> Generator[Call, Any, dict[str, Any]]:
-    """Calls of workers, whose replies are sent in; returns the new requests."""
+def _refusal(replies: Sequence[str | None]) -> str | None:
+    """The first of the workers' replies that says why not."""
+    why = ((n, reply) for n, reply in enumerate(replies) if reply is not None)
+    return next((f"rank {n} of {len(replies)}: {reply}" for n, reply in why), None)
+
+
+async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     if not isinstance(adapters, Mapping):
@@ -160,21 +154,17 @@ def _update(engine: Any, adapters: Adapters) -> Generator[Call, Any, dict[str, A
         name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
         for name, found in registry.requests.items()
     }
-    replies = yield "moelora_stage", (payload,)
-    if refused := {n: why for n, why in enumerate(replies) if why is not None}:
-        rank, why = next(iter(refused.items()))
-        yield "moelora_switch", ([], registry.paths(registry.requests))
-        raise ValueError(f"rank {rank} of {len(replies)}: {why}; all adapters are as before")
+    if why := _refusal(await _call(engine, "moelora_stage", payload)):
+        await _call(engine, "moelora_switch", [], registry.paths(registry.requests))
+        raise ValueError(f"{why}; all adapters are as before")
     paths = [request.lora_path for request in new.values()]
     _known.difference_update(registry.paths(registry.requests))
     _known.update(registry.paths(kept))
-    replies = yield "moelora_switch", (paths, registry.paths(kept))
-    if lost := {n: why for n, why in enumerate(replies) if why is not None}:
-        rank, why = next(iter(lost.items()))
-        raise RuntimeError(f"rank {rank} of {len(replies)}: {why}")
+    if why := _refusal(await _call(engine, "moelora_switch", paths, registry.paths(kept))):
+        raise RuntimeError(why)
     _known.update(paths)
     registry.requests = kept | {n: [*kept.get(n, ()), request] for n, request in new.items()}
-    yield "moelora_bring", (paths,)
+    await _call(engine, "moelora_bring", paths)
     return new
 
 
