@@ -41,9 +41,8 @@ from moelora.operators.torch_private import (
 )
 
 _written: dict[Any, tuple[int, ...]] = {}
-_library = torch.library.Library(
-    NAMESPACE, "FRAGMENT"
-)  # its kernels live as long as the library object
+# Its kernels live as long as this object.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def call(op: Any, args: tuple[Any, ...]) -> Any:

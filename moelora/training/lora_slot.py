@@ -226,7 +226,12 @@ class LoraSlot(Trained):
     def parameters(self) -> list[Tensor]:
         """Those of the slot in all layers, for an optimizer: the same ones whatever is in it."""
         modules = self._modules.values()
-        return [getattr(m.slots[self.slot], name) for m in modules for name in FACTORS]
+        return [factor for m in modules for _, *pair in self._factors_of(m) for factor in pair]
+
+    def _factors_of(self, module: MultiLoraExperts) -> list[tuple[Projection, Tensor, Tensor]]:
+        """The projections of a layer, with A and B of the slot."""
+        a13, b13, a2, b2 = (getattr(module.slots[self.slot], name) for name in FACTORS)
+        return [("gate_up" if module.layer.gated else "up", a13, b13), ("down", a2, b2)]
 
     def _of_slot(self, optimizer: Optimizer) -> None:
         others = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -245,9 +250,7 @@ class LoraSlot(Trained):
         pairs, scalings = {}, {}
         for name, module in self._modules.items():
             rank = int(module.lora_ranks[self.slot])  # type: ignore[index] # buffers
-            own = [getattr(module.slots[self.slot], factor) for factor in FACTORS]
-            for n, projection in enumerate(_projections(module.layer)):
-                a, b = own[2 * n : 2 * n + 2]
+            for projection, a, b in self._factors_of(module):
                 one = Factor(a, self.slot, a, 1.0, rank, 1), Factor(b, self.slot, b, 1.0, rank, 2)
                 pairs[name, projection] = one
                 scalings[name, projection] = float(module.lora_scalings[self.slot])  # type: ignore[index]
@@ -271,11 +274,10 @@ class LoraSlot(Trained):
             if others:
                 raise ValueError(f"{name} has several scalings, wanted one for both projections")
         for name, module in self._modules.items():
-            own = [getattr(module.slots[self.slot], factor) for factor in FACTORS]
-            for n, projection in enumerate(_projections(module.layer)):
+            for projection, *own in self._factors_of(module):
                 if (pair := found.get(name, {}).get(projection)) is None:
                     continue
-                for parameter, value in zip(own[2 * n : 2 * n + 2], (pair.a, pair.b), strict=True):
+                for parameter, value in zip(own, (pair.a, pair.b), strict=True):
                     value = value.to(parameter.device, torch.float32)
                     value = value.expand(module.layer.num_experts, -1, -1)
                     parameter.copy_(like(parameter, padded(value, parameter.shape)))
@@ -283,10 +285,6 @@ class LoraSlot(Trained):
             module.lora_ranks[self.slot].fill_(max(ranks, default=rank))  # type: ignore[index] # buffers
             module.lora_scalings[self.slot].fill_(scalings.get(name, 1.0))  # type: ignore[index]
         self._pairs, self._scalings = self._found()
-
-
-def _projections(layer: MoELayer) -> tuple[Projection, Projection]:
-    return ("gate_up" if layer.gated else "up"), "down"
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ OAI = ("swigluoai", "swigluoai_uninterleave")
 ALPHAS = (*OAI, "situ")  # those that take an alpha
 LIMITS = ("silu", *OAI, "situ", "swiglustep")  # and those that take a limit
 MIXES = ("absent", "none", "one", "many", "all_different", "half_base", "disabled", "out_of_range")
-ROUTINGS = ("random", "one_expert", "few", "out_of_range", "all_skipped")
-SHARING = ("per_expert", "outer", "expanded")
 # Keeps the layer's outputs, which square or multiply O(1) values, well inside O(1).
 W2_SCALE = dict.fromkeys(ACTIVATIONS, 0.25) | dict.fromkeys(("relu2", *OAI), 0.15)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

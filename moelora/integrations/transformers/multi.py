@@ -6,7 +6,6 @@ from torch import nn
 
 from moelora.integrations.transformers.experts import activation_of, biases_of, weights_of
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.linears import plain_name
 from moelora.training import MultiLoraExperts
 
 
@@ -32,14 +31,12 @@ def multi_lora(model: nn.Module, *, slots: int, max_rank: int) -> None:
         The model has no experts, or some that moelora cannot run; nothing is replaced.
     """
     found = {}
-    layers = moe_layers(model)
-    for name, module in model.named_modules():
-        if plain_name(name) not in layers or layers[plain_name(name)][0] is not module:
-            continue
+    names = {module: name for name, module in model.named_modules()}
+    for module, _ in moe_layers(model).values():
         activation, alpha, limit = activation_of(module)  # type: ignore[arg-type] # an experts module
         w13, w2 = weights_of(module)  # type: ignore[arg-type]
         w13_bias, w2_bias = biases_of(module, w13.dtype)  # type: ignore[arg-type]
-        found[name] = MultiLoraExperts(
+        found[names[module]] = MultiLoraExperts(
             w13,
             w2,
             slots=slots,
