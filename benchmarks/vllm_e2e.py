@@ -1,8 +1,6 @@
-"""vLLM end to end, with moelora and without: the same answers, and tokens per second.
+"""vLLM end to end, with moelora and without: the same answers and bits.
 
     python -m benchmarks.vllm_e2e --only answers --at-once 2 --out ...-e2e-answers.json
-    python -m benchmarks.vllm_e2e --only speed --layers 12 --out ...-e2e-12-layers.json
-    python -m benchmarks.vllm_e2e --only speed --format int4 --out ...-e2e-int4.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
     python -m benchmarks.vllm_e2e --only sampler --format fp8 --out ...-e2e-sampler-fp8.json
 
@@ -30,7 +28,6 @@ machine disturbs all of them alike.
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -46,8 +43,6 @@ from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 GIB = 2  # of keys and values of an engine that shares its GPUs with others
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
-# Engines that are timed, the ones that matter most first: the budget may end before the last.
-ORDER = [("moelora", True), ("vllm", True), ("vllm", False), ("moelora", False)]
 
 
 def answers(checks, same=SAME):
@@ -184,10 +179,6 @@ class Bench(jobs.Bench):
         fields = {"engine": engine, "lora_enabled": lora, **fields}
         return Run(name, model, flags, ours, {"engine": fields})
 
-    def speed(self):
-        if model := self.timed_model():
-            self.together([self.timed(engine, model, lora) for engine, lora in ORDER])
-
     def invariance(self):
         model = self.model("tiny")
         for flag, name in itertools.product("01" if model else (), ("moelora", "vllm")):
@@ -237,8 +228,6 @@ def arguments(doc, work="/tmp/moelora-e2e"):
     """Arguments of the benchmarks of vLLM, on one GPU and on several."""
     p = jobs.arguments(doc, work, 180)
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
-    # Of commands of result files: vLLM without moelora always runs the same format.
-    p.add_argument("--own-kernels", action="store_true", help=argparse.SUPPRESS)
     return p
 
 
@@ -251,11 +240,10 @@ def parse(p, argv):
 
 def main(argv=None):
     p = arguments(__doc__)
-    stages = ("answers", "speed", "invariance", "sampler")
-    p.add_argument("--only", choices=stages, help="(default: answers and speed)")
+    stages = ("answers", "invariance", "sampler")
+    p.add_argument("--only", choices=stages, default="answers", help="(default: %(default)s)")
     bench = Bench(parse(p, argv))
-    for stage in [bench.args.only] if bench.args.only else stages[:2]:
-        getattr(bench, stage)()
+    getattr(bench, bench.args.only)()
     return bench.report(describe)
 
 

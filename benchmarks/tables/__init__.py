@@ -16,12 +16,7 @@ import re
 from benchmarks import training_memory
 from benchmarks.tables.columns import TABLES
 from benchmarks.tables.engines import (
-    alternatives,
-    claim,
-    decode_busy_ratios,
-    decode_ratios,
     engine_bits,
-    engine_ranges,
     engines_parallel,
     sglang_answers,
     sglang_ranges,
@@ -38,7 +33,13 @@ from benchmarks.tables.layers import (
 )
 from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
 from benchmarks.tables.models import table as models
-from benchmarks.tables.serving import serving_all, serving_rates
+from benchmarks.tables.serving import (
+    alternatives,
+    claim,
+    decode_ratios,
+    serving_all,
+    serving_rates,
+)
 from benchmarks.tables.text import table, wrapped
 from benchmarks.tables.training import (
     on_other_cards,
@@ -74,17 +75,15 @@ MADE = {
     "layer_ranges": ("layer", layer_ranges),
     "cpu_format_ranges": ("cpu-formats", cpu_format_ranges),
     "layers_on_others": ("layer", layers_on_other_cards),
-    "engine_ranges": ("e2e-fp8", engine_ranges),
     "serving_rates": (None, serving_rates),
-    "alternatives": ("e2e-12-layers", alternatives),
+    "alternatives": (None, alternatives),
     "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
     "engines_parallel_4_expert": (
         "e2e-parallel-4-expert",
         lambda: engines_parallel("e2e-parallel-4-expert"),
     ),
     "suite_ratios": ("vllm-suite-models", suite_ratios),
-    "decode_ratios": ("e2e-fp8", decode_ratios),
-    "decode_busy_ratios": ("e2e-fp8", decode_busy_ratios),
+    "decode_ratios": (None, decode_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),

@@ -10,10 +10,6 @@ FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio
     triton_kernels without: rivals.tk_base, error: max_err_ratio"""
 NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
     without: ours_base_us, share without: share_base"""
-ENGINES = """engine: engine, LoRA enabled: lora_enabled, batch: batch,
-    prefill tokens/s: prefill_tok_s, decode of 1: decode_1_tok_s,
-    decode of 16: decode_16_tok_s, decode of 64: decode_tok_s, decode of 256: decode_256_tok_s,
-    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
     decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
     first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
@@ -77,11 +73,6 @@ TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
     "formats_all": ("formats", lambda r: True, FORMATS),
     "nvfp4": ("nvfp4", lambda r: True, NVFP4),
-    "engines_12_layers": ("e2e-12-layers", is_speed, ENGINES),
-    "engines_fp8": ("e2e-fp8", is_speed, ENGINES),
-    "engines_mxfp4": ("e2e-mxfp4", is_speed, ENGINES),
-    "engines_nvfp4": ("e2e-nvfp4", is_speed, ENGINES),
-    "engines_int4": ("e2e-int4", is_speed, ENGINES),
     "engines_sglang": ("e2e-sglang", is_speed, SGLANG),
     "engines_sglang_fp8": ("e2e-sglang-fp8", is_speed, SGLANG),
     "engines_sglang_backends": ("e2e-sglang-backends", is_speed, SGLANG),

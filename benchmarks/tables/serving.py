@@ -2,13 +2,16 @@
 
 from benchmarks.tables.columns import SERVING
 from benchmarks.tables.files import AWAITED, card, load, source, topics
-from benchmarks.tables.text import made_of, markdown, over, thousands
+from benchmarks.tables.text import made_of, markdown, over, span, thousands, wrapped
+from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
+CLAIMED = "bf16, Qwen3-30B-A3B"
+SEQUENCES = (1, 16, 64, 256)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
 RATES = {  # of loads: what they are called, and the field of their rows that counts
     "prefill": ("prefill", "total_token_throughput"),
-    **{f"decode_{n}": (f"decode of {n}", "output_throughput") for n in (1, 16, 64, 256)},
+    **{f"decode_{n}": (f"decode of {n}", "output_throughput") for n in SEQUENCES},
     "saturation": ("saturation", "output_throughput"),
 }
 
@@ -53,6 +56,60 @@ def serving_rates(loads=("prefill", "decode_64")):
                 said.append([*cells, f"**{ours:,}**", over(ours, theirs)])
     titles = ["engine", "GPU", "experts", "load", "engine, no adapters", "engine, 4 adapters"]
     return markdown([*titles, "moelora, 4 adapters", "speedup"], said) if said else AWAITED
+
+
+def alternatives():
+    """Throughput of an engine with moelora and adapters over what one would take instead."""
+    said, loads = [], ("prefill", "decode_64")
+    for run in runs():
+        base, theirs, ours = zip(*map(run.rate, loads), strict=True)
+        for instead, other in (("its own LoRA kernels", theirs), ("without adapters", base)):
+            if any(ratios := list(map(over, ours, other))):
+                said.append([f"{run.name}, {run.experts}, {run.gpu}: {instead}", *ratios])
+    titles = ["moelora with adapters, relative to", *(RATES[load][0] for load in loads)]
+    return markdown(titles, said) if said else AWAITED
+
+
+def decode_ratios():
+    """Tokens per second of decode with the plugin over those without it, by number of sequences."""
+    said = []
+    for run in runs():
+        for state, adapters in (("of four adapters", True), ("of none, LoRA on", False)):
+            both = (f"{run.engine} + moelora", run.engine)
+            ratios = [
+                over(*(run.tokens(who, f"decode_{n}", adapters) for who in both)) for n in SEQUENCES
+            ]
+            if any(ratios):
+                said.append([f"{run.name}, {run.experts}, {run.gpu}", state, *ratios])
+    titles = ["experts", "requests", *map(str, SEQUENCES)]
+    return markdown(titles, said) if said else AWAITED
+
+
+def claim():
+    """What README says first: of vLLM in bf16, and of training."""
+    training = [
+        f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
+        for peer in ("unsloth", "axolotl")
+    ]
+    trains = f"""A training step of one MoE layer, with an adapter of rank 16 and {MANY_TOKENS}
+        tokens or more, is {" and ".join(training)}."""
+    items = [f"**What it gains**: {trains}", f"**Measured on**: {card('training')}."]
+    mine = [run for run in runs() if run.engine == "vllm" and run.experts == CLAIMED]
+    rates = [[run.rate(load) for load in ("prefill", "decode_64")] for run in mine]
+    if rates and all(map(all, rates[0])):
+        ((base, theirs, ours), (slow_base, slow_theirs, slow)) = rates[0]
+        items = [
+            f"""**What it gains**: {mine[0].name} serves four adapters on all experts of
+            Qwen3-30B-A3B with **{ours / theirs:.1f} times** the prefill and
+            **{slow / slow_theirs:.1f} times** the decode throughput of vLLM's own LoRA kernels.
+            {trains}""",
+            f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64,
+            prefill runs at {ours / base:.2f} and decode at {slow / slow_base:.2f} of the throughput
+            of vLLM without any adapters.""",
+            f"""**Measured on**: the whole model, in bf16, on {card(mine[0].topic)}; training steps
+            on {card("training")}.""",
+        ]
+    return "\n".join(f"- {wrapped(item)}".replace("\n", "\n  ") for item in items)
 
 
 def serving_all():

@@ -26,16 +26,8 @@ def test_one_gpu(run):
     code, written, log = run(vllm_e2e, "--at-once", 4, "--format", "fp8")
     assert code == 0, log
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
-    rows = topics(written, "speed")
-    assert [(r["engine"], r["lora_enabled"], r["batch"]) for r in rows] == [
-        ("vllm", False, "base"),
-        ("moelora", False, "base"),
-        *(("vllm", True, b) for b in ("base", "4 mixed")),
-        *(("moelora", True, b) for b in ("base", "4 mixed")),
-    ]
-    assert all(row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0 for row in rows)
     served = {row["run"]: row["served"] for row in topics(written, "layers")}
-    assert all(served[name] == name.startswith("moelora") for name in served) and len(served) == 6
+    assert all(served[name] == name.startswith("moelora") for name in served) and len(served) == 2
     answers = topics(written, "answers")
     assert {row["compared"] for row in answers} >= {"moelora, vllm", "moelora, vllm: mixed"}
     assert all(row["same_tokens"] == row["requests"] == 6 for row in answers)
@@ -186,9 +178,11 @@ def test_a_layer_that_fell_back_is_found(run, monkeypatch):
 
 
 def test_no_stage_starts_after_the_budget(run):
-    code, written, _ = run(vllm_e2e, "--budget-s", "0", "--only", "speed")
+    code, written, _ = run(vllm_e2e, "--budget-s", "0", "--only", "invariance")
     assert code == 1
-    assert written["meta"]["stages"] == [{"stage": "make a3b", "seconds": 0, "end": "no time left"}]
+    assert written["meta"]["stages"] == [
+        {"stage": "make tiny", "seconds": 0, "end": "no time left"}
+    ]
 
 
 def test_a_stage_is_stopped_at_its_deadline(tmp_path):
