@@ -1,27 +1,23 @@
-"""A real SGLang server, with moelora and without: the same answers, and tokens per second.
+"""A real SGLang server, with moelora and without: the same answers.
 
-    python -m benchmarks.sglang_e2e --only speed --out benchmarks/results/h200-e2e-sglang.json
-    python -m benchmarks.sglang_e2e --only answers --out ...-e2e-answers-sglang.json
-    python -m benchmarks.sglang_e2e --format fp8 --out ...-e2e-sglang-fp8.json
-    python -m benchmarks.sglang_e2e --format modelopt --servers "sglang, marlin;moelora, marlin" ...
+    python -m benchmarks.sglang_e2e --out ...-e2e-answers-sglang.json
+    python -m benchmarks.sglang_e2e --format fp8 --out ...-e2e-answers-sglang-fp8.json
+    python -m benchmarks.sglang_e2e --format modelopt --checked "sglang, marlin" --out ...
 
-One server after the other over a model of random weights with four PEFT adapters of ranks 16 and
-64, asked over HTTP: SGLang without LoRA, with its own MoE LoRA, and with moelora, which it finds by
-its entry point as after `pip install`. "v2" is its LoRA backend `triton_v2` with `lora_triton`,
-"v2 cutedsl" the same with `lora_cutedsl`, which needs nvidia-cutlass-dsl, and "marlin" with
-`lora_marlin`, which SGLang has only for NVFP4 of ModelOpt (`--format modelopt`) and which is its
-only one for that. Answers are of four layers, for more of random weights make other numbers of a
-rounding; float32 transformers with merged adapters judge them. SGLang is the one that is installed,
-0.5.23 or later. Needs one GPU and Python 3.11.
-
-All servers have the same options (`COMMON`, in the result file): graphs of decode for the batch
-sizes that are timed, none of prefill, which take a minute to capture. Starting a server takes
-longer than measuring it: `--at-once 3` starts three together where they fit beside each other; they
-take turns in each repetition.
+Two servers over a model of random weights with four PEFT adapters of ranks 16 and 64, asked over
+HTTP: SGLang with its own MoE LoRA, and with moelora, which it finds by its entry point as after
+`pip install`. "v2" is its LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with
+`lora_cutedsl`, which needs nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has
+only for NVFP4 of ModelOpt (`--format modelopt`) and which is its only one for that. The model has
+four layers, for more of random weights make other numbers of a rounding; float32 transformers with
+merged adapters judge the answers. SGLang is the one that is installed, 0.5.23 or later. Needs one
+GPU and Python 3.11. `--at-once 2` starts both servers together. Speeds are measured by
+`benchmarks.serving`.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
 
+import argparse
 import json
 import pathlib
 import random
@@ -32,7 +28,7 @@ import urllib.request
 
 from benchmarks.engines import jobs
 from benchmarks.engines.answers import compare_batches, compare_engines, judge, same_by
-from moelora.bench.engine.serving import DECODE, check, speed, speed_row
+from moelora.bench.engine.serving import check
 from moelora.integrations.sglang import SWITCH
 
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
@@ -46,7 +42,6 @@ COMMON = (
 PORTS = 50  # from one server to the next, which opens some beside its own
 V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
-    "sglang, no LoRA": ((), False),
     "sglang, v2": ((*V2, "lora_triton"), False),
     "sglang, v2 cutedsl": ((*V2, "lora_cutedsl"), False),
     "moelora, v2": ((*V2, "lora_triton"), True),
@@ -58,15 +53,14 @@ CHECKED = {  # SGLang's servers whose answers are compared, each with moelora's
     "sglang, v2 cutedsl": "moelora, v2",  # which replaces either
     "sglang, marlin": "moelora, marlin",
 }
-USUAL = ("sglang, no LoRA", "sglang, v2", "moelora, v2")
 
 
 class Client:
     """A server's adapters, as `moelora.bench.engine.serving` asks for them."""
 
-    def __init__(self, manifest, port, lora):
+    def __init__(self, manifest, port):
         self.url, self.vocab = f"http://127.0.0.1:{port}", manifest["vocab"]
-        self.adapters = [pathlib.Path(f).name for f in manifest["adapters"]] if lora else []
+        self.adapters = [pathlib.Path(f).name for f in manifest["adapters"]]
         self.names, self.random = self.adapters, random.Random(1)
 
     def prompts(self, lengths):
@@ -92,9 +86,6 @@ class Client:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
-    def generate(self, prompts, adapters, new):
-        self.ask(prompts, adapters, new)
-
     def replies(self, prompts, adapters, new):
         options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
         return [reply(one) for one in self.ask(prompts, adapters, new, **options)]
@@ -116,58 +107,38 @@ class Bench(jobs.Bench):
     def answers(self):
         if model := self.model("tiny", dense=True):
             names = self.checked()
-            self.servers(names, model, self.check)
+            self.servers(names, model)
             self.hold(names, model)
 
-    def check(self, client, run):
-        yield
-        run.update(check=check(client))
-
-    def speed(self):
-        if model := self.model("a3b", "--layers", self.args.layers):
-            self.servers(self.args.servers, model, self.measure)
-
-    def measure(self, client, run):
-        return speed(client, self.args.reps, self.args.sequences, run.update)
-
-    def servers(self, names, model, ask):
-        """Start servers, `--at-once` of which load together, and query them in turns: `ask` is a
-        generator that stores the results in a dict, and where it yields its turn ends."""
+    def servers(self, names, model):
+        """Start servers, `--at-once` of which load together, and ask one after the other."""
         count = self.args.at_once
         manifest = json.loads((self.work / model / "manifest.json").read_text())
         for some in (names[i : i + count] for i in range(0, len(names), count)):
             started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
-            running = [(n, *pair) for n, pair in started if pair and self.is_up(n, *pair)]
-            asked = [(name, job, ask(client, self.runs[name])) for name, job, client in running]
-            while asked:
-                for one in list(asked):
-                    name, job, turns = one
-                    if end := self.take_turn(turns):
-                        self.stop_server(name, job, end)
-                        asked.remove(one)
+            for name, pair in started:
+                if pair and self.is_up(name, *pair):
+                    self.stop_server(name, pair[0], self.ask(name, pair[1]))
 
-    def take_turn(self, turns):
-        """How a server's queries have ended, or nothing: it has more turns."""
+    def ask(self, name, client):
+        """How a server's queries have ended."""
         try:
-            next(turns)
-        except StopIteration:
-            return "ok"
+            self.runs[name]["check"] = check(client)
         except (OSError, KeyError, ValueError) as why:
             return f"{type(why).__name__}: {why}"
-        return None
+        return "ok"
 
     def start_server(self, name, manifest, place):
         """The job and the client of a server; None if there is no time for it."""
         flags, ours = SERVERS[name]
-        folders = manifest["adapters"] if flags else []
+        folders = manifest["adapters"]
         port = self.args.port + PORTS * place
         command = ["-m", "sglang.launch_server", "--model-path", manifest["base"]]
         command += ["--port", port, *self.common(), *flags]
-        if folders:
-            command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
-            command += [f"{pathlib.Path(f).name}={f}" for f in folders]
+        command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
+        command += [f"{pathlib.Path(f).name}={f}" for f in folders]
         job = self.job(name, command, 300, **{SWITCH: "1" if ours else "0"})
-        return job and (job, Client(manifest, port, bool(flags)))
+        return job and (job, Client(manifest, port))
 
     def common(self):
         """The options of every server."""
@@ -202,17 +173,12 @@ class Bench(jobs.Bench):
         return self.args.checked, CHECKED[self.args.checked]
 
     def rows(self):
-        rows = [
-            {"topic": "speed", "engine": name, "batch": batch} | speed_row(table)
-            for name in SERVERS
-            for batch, table in self.runs.get(name, {}).get("speed", {}).items()
-        ]
         checks, found = self.replies(), []
         for name, made in checks.items():
             found += compare_batches(name, made)
         theirs, ours = self.checked()
         found += compare_engines(ours, theirs, checks, same_by(self.said))
-        return rows + found + judge(self.said, ours, theirs)
+        return found + judge(self.said, ours, theirs)
 
     def write(self):
         return super().write(
@@ -224,24 +190,13 @@ class Bench(jobs.Bench):
 
 def main(argv=None):
     p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240)
-    p.set_defaults(sequences=[1, 16, DECODE[0]])
-    p.add_argument("--only", choices=("answers", "speed"), help="leave the other out")
+    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
     p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
     p.add_argument("--port", type=int, default=30211)
-    names = {"type": lambda text: text.split(";"), "default": list(USUAL)}
-    p.add_argument("--servers", **names, help="; between")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
     bench = Bench(p.parse_args(argv))
-    for stage in (bench.answers, bench.speed):
-        if bench.args.only in (None, stage.__name__):
-            stage()
-    return bench.report(describe)
-
-
-def describe(row):
-    rates = {k: v for k, v in row.items() if k.endswith("_tok_s") and "first" not in k}
-    said = " ".join(f"{k.removesuffix('_tok_s')} {v:>8,} tok/s" for k, v in rates.items())
-    return "{engine:24} {batch:8} ".format(**row) + said
+    bench.answers()
+    return bench.report(None)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from benchmarks.tables.engines import (
     engine_bits,
     engines_parallel,
     sglang_answers,
-    sglang_ranges,
     suite_ratios,
 )
 from benchmarks.tables.files import AWAITED, source, used_by
@@ -106,7 +105,7 @@ SENTENCES = {
     f.__name__: f
     for f in (
         *(cpu_ranges, cpu_amx_ranges),
-        *(sglang_ranges, sglang_answers, training_alternatives),
+        *(sglang_answers, training_alternatives),
     )
 }
 

@@ -10,9 +10,6 @@ FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio
     triton_kernels without: rivals.tk_base, error: max_err_ratio"""
 NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
     without: ours_base_us, share without: share_base"""
-SGLANG = """server: engine, batch: batch, prefill tokens/s: prefill_tok_s,
-    decode of 1: decode_1_tok_s, decode of 16: decode_16_tok_s, decode of 64: decode_tok_s,
-    first token of 64 (ms): ttft_ms, each later token (ms): tpot_ms"""
 SERVING = """server: engine, load: workload, adapters: adapters, requests/s: request_throughput,
     of them in time: request_goodput, new tokens/s: output_throughput,
     all tokens/s: total_token_throughput, first token (ms): median_ttft_ms,
@@ -57,10 +54,6 @@ RATIOS = (
 )
 
 
-def is_speed(row):
-    return row["topic"] == "speed"
-
-
 def is_quiet(row):
     """Whether the middle 80 % of the turns differ by less than 1.4 times, so that no other work of
     the machine disturbed them."""
@@ -73,11 +66,6 @@ TABLES = {
     "layer_all": ("layer", lambda r: True, LAYER),
     "formats_all": ("formats", lambda r: True, FORMATS),
     "nvfp4": ("nvfp4", lambda r: True, NVFP4),
-    "engines_sglang": ("e2e-sglang", is_speed, SGLANG),
-    "engines_sglang_fp8": ("e2e-sglang-fp8", is_speed, SGLANG),
-    "engines_sglang_backends": ("e2e-sglang-backends", is_speed, SGLANG),
-    "engines_sglang_backends_fp8": ("e2e-sglang-backends-fp8", is_speed, SGLANG),
-    "engines_sglang_backends_nvfp4": ("e2e-sglang-backends-nvfp4", is_speed, SGLANG),
     "training": ("training", lambda r: True, TRAINING),
     "arrivals": ("churn", lambda r: r["topic"] == "arrivals", ARRIVALS),
     "updates": ("churn", lambda r: r["topic"] == "updates", UPDATES),

@@ -2,7 +2,7 @@
 
 from benchmarks.tables.columns import MIXED
 from benchmarks.tables.files import AWAITED, card, load, rows_of
-from benchmarks.tables.text import cases, markdown, over, span, thousands, wrapped
+from benchmarks.tables.text import markdown, over, span, thousands, wrapped
 
 
 def measured(rows, field, engine, lora, batch):
@@ -15,23 +15,6 @@ def measured(rows, field, engine, lora, batch):
 def rate(rows, phase, *engine):
     """Tokens per second of an engine; None where it was not timed."""
     return measured(rows, f"{phase}_tok_s", *engine)
-
-
-# SGLang's own LoRA kernels
-SGLANG_WAYS = {
-    "sglang, v2": "with `--lora-backend triton_v2` and `lora_triton`",
-    "sglang, v2 cutedsl": "with `lora_cutedsl`",
-}
-SGLANG_BASE = "sglang, no LoRA", "base"
-
-
-def sglang_speeds(phase):
-    """Tokens per second in a file of SGLang: (moelora's, those of SGLang's own by server, SGLang's
-    without LoRA or None); None before it was measured."""
-    speeds = {(r["engine"], r["batch"]): r.get(f"{phase}_tok_s") for r in cases("engines_sglang")}
-    own = {way: speeds[way, MIXED] for way in SGLANG_WAYS if speeds.get((way, MIXED))}
-    ours = speeds.get(("moelora, v2", MIXED))
-    return ours and (ours, own, speeds.get(SGLANG_BASE))
 
 
 def release(engine, topic):
@@ -65,27 +48,6 @@ def engines_parallel(topic):
     made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
     count = {2: "Two", 4: "Four"}[speeds[0]["gpus"]]
     return f"{count} {card(topic)}, vLLM {load(topic)[0]['vllm']}:\n\n{made}\n\n{HOW}"
-
-
-def sglang_ranges():
-    prefill, own, base = sglang_speeds("prefill")
-    decode, own_decode, base_decode = sglang_speeds("decode")
-    pairs = [
-        *(
-            (f"SGLang's own LoRA kernels {how}", own[way], own_decode[way])
-            for way, how in SGLANG_WAYS.items()
-            if way in own
-        ),
-        ("SGLang without LoRA", base, base_decode),
-    ]
-    compared = [
-        f"{prefill / theirs:.2f} and {decode / slower:.2f} times as fast as {what}"
-        for what, theirs, slower in pairs
-        if theirs
-    ]
-    return f"""A real {release("SGLang", "e2e-sglang")} server on {card("e2e-sglang")}, over HTTP,
-        with twelve bf16 layers and the same adapters: with moelora it prefills {prefill:,} and
-        decodes {decode:,} tokens/s. That is {", ".join(compared[:-1])}, and {compared[-1]}."""
 
 
 def sglang_answers():

@@ -154,16 +154,9 @@ def test_a_run_without_tests_is_not_good():
 
 @pytest.mark.slow
 def test_servers_of_sglang(run):
-    code, written, log = run(sglang_e2e, "--reps", 2, "--port", 30345)
+    code, written, log = run(sglang_e2e, "--port", 30345)
     assert code == 0, log
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
-    assert [(r["engine"], r["batch"]) for r in topics(written, "speed")] == [
-        ("sglang, no LoRA", "base"),
-        *((name, b) for name in ("sglang, v2", "moelora, v2") for b in ("base", "4 mixed")),
-    ]
-    for row in topics(written, "speed"):
-        assert all(row[f"{n}_tok_s"] > 0 for n in ("prefill", "decode_1", "decode_16", "decode"))
-        assert row["ttft_ms"] > 0 and "tpot_1_ms" in row
     compared = {row["compared"] for row in topics(written, "answers")}
     assert compared >= {"moelora, v2, sglang, v2", "moelora, v2: mixed, each alone"}
     assert all(row["ok"] for topic in ("acts", "distance") for row in topics(written, topic))
@@ -171,10 +164,9 @@ def test_servers_of_sglang(run):
 
 def test_a_layer_that_fell_back_is_found(run, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
-    words = ("--only", "speed", "--servers", "moelora, v2", "--sequences", "1", "--port", 30445)
-    code, written, _ = run(sglang_e2e, *words)
+    code, written, _ = run(sglang_e2e, "--port", 30445)
     assert code == 1
-    assert [row["ok"] for row in topics(written, "layers")] == [False]
+    assert {row["run"]: row["ok"] for row in topics(written, "layers")}["moelora, v2"] is False
 
 
 def test_no_stage_starts_after_the_budget(run):
