@@ -28,6 +28,7 @@ import urllib.request
 
 from benchmarks.engines import jobs
 from benchmarks.engines.answers import compare_batches, compare_engines, judge, same_by
+from benchmarks.options import numbers
 from moelora.bench.engine.serving import check
 from moelora.integrations.sglang import SWITCH
 
@@ -193,10 +194,11 @@ def main(argv=None):
     p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
     p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
     p.add_argument("--port", type=int, default=30211)
+    p.add_argument("--sequences", type=numbers, default=[64], help="that run at a time, at most")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
     bench = Bench(p.parse_args(argv))
     bench.answers()
-    return bench.report(None)
+    return bench.report()
 
 
 if __name__ == "__main__":

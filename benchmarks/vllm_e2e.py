@@ -21,9 +21,8 @@ the folder that the engine serves: its MoE layers repeat the engine's rows, of w
 differ, and log-probabilities of prompts are compared: moelora's trainer and engine, and beside them
 the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
-Starting an engine takes longer than measuring it: `--at-once 4` starts four engines together where
-their models fit beside each other. They take turns, one repetition each, so that other load on the
-machine disturbs all of them alike.
+`--at-once 2` starts two engines together where their models fit beside each other. Speeds are
+measured by `benchmarks.serving`.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -32,15 +31,14 @@ import importlib.util
 import itertools
 import json
 import sys
-import time
 from dataclasses import dataclass, field
 
 from benchmarks.engines import jobs
 from benchmarks.engines.answers import SAME, compare_batches, compare_engines, judge, same_by
 from benchmarks.engines.vllm_quantize import FORMATS
-from moelora.bench.engine.serving import speed_row
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
+CHECK_S = 120  # of an engine that is up
 GIB = 2  # of keys and values of an engine that shares its GPUs with others
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 
@@ -51,35 +49,17 @@ def answers(checks, same=SAME):
     return rows + compare_engines("moelora", "vllm", checks, same)
 
 
-# ---- comparing speeds ----
-
-
-def speeds(runs):
-    """Rows of all timed runs: engines without LoRA first, vLLM before moelora."""
-
-    def order(run):
-        engine = run["engine"]
-        return engine["lora_enabled"], engine["engine"] == "moelora"
-
-    rows = []
-    for run in sorted((run for run in runs.values() if "engine" in run), key=order):
-        for batch, table in run.get("speed", {}).items():
-            rows.append({"topic": "speed", **run["engine"], "batch": batch} | speed_row(table))
-    return rows
-
-
 # ---- running engines ----
 
 
 @dataclass(frozen=True)
 class Run:
-    """An engine to start. `fields` go into its result."""
+    """An engine to start."""
 
     name: str
     model: str
     flags: tuple = ()
     ours: bool = True
-    fields: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
 
@@ -92,11 +72,11 @@ class Bench(jobs.Bench):
         environment |= {SWITCH: "1" if ours else "0"}
         return self.job(name, [*command, "--out", self.file(name), *flags], seconds, **environment)
 
-    def read(self, name, job, **more):
+    def read(self, name, job):
         """Whatever the engine had written, even if it did not end well."""
         self.done(job)
         if self.file(name).exists():
-            self.runs[name] = run = json.loads(self.file(name).read_text()) | more
+            self.runs[name] = run = json.loads(self.file(name).read_text())
             layers = ", ".join(sorted(set(run["layers"])))
             served = layers in OURS and OWN_PATH not in job.log.read_text(errors="replace")
             row = {"topic": "layers", "run": name, "experts": layers, "served": served}
@@ -107,8 +87,7 @@ class Bench(jobs.Bench):
         return super().write(vllm=jobs.version("vllm"))
 
     def rows(self):
-        rows = speeds(self.runs)
-        return rows + answers(self.replies(), same_by(self.said)) + judge(self.said)
+        return answers(self.replies(), same_by(self.said)) + judge(self.said)
 
     # -- stages --
 
@@ -118,66 +97,20 @@ class Bench(jobs.Bench):
             self.together([Run(name, model, flags, name == "moelora") for name in names])
             self.hold(names, model)
 
-    def timed_model(self):
-        return self.model("a3b", "--layers", self.args.layers)
-
     def together(self, runs):
-        """Runs engines, `--at-once` of which start together, share the GPUs and take turns once all
-        of them are up."""
+        """Runs engines, `--at-once` of which start together and share the GPUs."""
         count = self.args.at_once
+        flags = () if count == 1 else ("--gib", GIB)
         for some in (runs[i : i + count] for i in range(0, len(runs), count)):
-            flags = () if count == 1 else ("--gib", GIB)
-            jobs = [(run, self.start_run(run, *flags)) for run in some]
-            jobs = [(run, job and self.up(run, job)) for run, job in jobs]
-            self.take_turns([(run, job) for run, job in jobs if job])
-            for run, job in jobs:
-                self.read(run.name, job, **run.fields)
-
-    def start_run(self, run, *flags):
-        words = (run.name, run.model, *run.flags, "--turn", self.turn(run), *flags)
-        seconds = 300 * self.args.at_once  # also those in which others have their turns
-        return self.engine(*words, seconds=seconds, ours=run.ours, **run.environment)
-
-    def turn(self, run):
-        """The file with which an engine asks for a turn, and which is removed when it has it."""
-        return self.file(run.name, ".turn")
-
-    def asks(self, run, job, until):
-        """Whether an engine asks for a turn before it has ended or the time has come."""
-        while not self.turn(run).exists():
-            if job.process.poll() is not None or time.monotonic() > until:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def up(self, run, job):
-        """The job once its engine is up or has failed, or nothing: it is stopped if it takes too
-        long, so that it does not disturb the others' measurements."""
-        together = self.args.at_once > 1
-        until = job.start + (min(self.args.start_s, job.seconds) if together else job.seconds)
-        if self.asks(run, job, until) or job.process.poll() is not None:
-            return job
-        self.stages.append(job.stop(f"not up after {until - job.start:.0f} s"))
-        return None
-
-    def take_turns(self, jobs):
-        """One engine measures at a time, a repetition a turn, until all have ended or run out of
-        time."""
-        while jobs:
-            for run, job in list(jobs):
-                self.turn(run).unlink(missing_ok=True)
-                if not self.asks(run, job, job.start + job.seconds):
-                    jobs.remove((run, job))
-
-    def timed(self, engine, model, lora, /, *flags, **fields):
-        """A run that is timed; `fields` say how it uses several GPUs."""
-        ours, way = engine == "moelora", fields.get("parallel", "")
-        name = " ".join([engine, *way.split(), "speed, LoRA" if lora else "speed, no LoRA"])
-        flags = ("--speed", *(["--lora"] if lora else []), *flags)
-        sequences = ",".join(map(str, self.args.sequences))
-        flags = (*flags, "--sequences", sequences, "--reps", self.args.reps)
-        fields = {"engine": engine, "lora_enabled": lora, **fields}
-        return Run(name, model, flags, ours, {"engine": fields})
+            words = [(run.name, run.model, *run.flags, *flags) for run in some]
+            started = [
+                self.engine(
+                    *w, seconds=self.args.start_s + CHECK_S, ours=run.ours, **run.environment
+                )
+                for w, run in zip(words, some, strict=True)
+            ]
+            for run, job in zip(some, started, strict=True):
+                self.read(run.name, job)
 
     def invariance(self):
         model = self.model("tiny")
@@ -244,14 +177,7 @@ def main(argv=None):
     p.add_argument("--only", choices=stages, default="answers", help="(default: %(default)s)")
     bench = Bench(parse(p, argv))
     getattr(bench, bench.args.only)()
-    return bench.report(describe)
-
-
-def describe(row):
-    return (
-        "{engine:8} LoRA {lora_enabled!s:5} {batch:8} ".format(**row)
-        + f"prefill {row['prefill_tok_s']:>9,} tok/s  decode {row.get('decode_tok_s', 0):>8,} tok/s"
-    )
+    return bench.report()
 
 
 if __name__ == "__main__":

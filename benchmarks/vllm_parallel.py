@@ -1,22 +1,18 @@
-"""vLLM on several GPUs, with moelora and without: tokens per second, and answers.
+"""vLLM on several GPUs, with moelora and without: answers.
 
-    python -m benchmarks.vllm_parallel --gpus 2 --layers 12 --at-once 3 --out ...-parallel.json
-    python -m benchmarks.vllm_parallel --gpus 4 --layers 12 --at-once 4 --out ...-parallel-4.json
-    python -m benchmarks.vllm_parallel --gpus 4 --only answers --at-once 4 --out ...-answers.json
+    python -m benchmarks.vllm_parallel --gpus 4 --at-once 4 --out ...-answers-parallel-4.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
 adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
 of its own (data parallel), by vLLM's own exchange over NCCL. Answers of every engine are compared
-with those of moelora on one GPU. They say most of few layers (--layers 4): in twelve layers of
-random weights rounding alone moves log-probabilities by 0.2 to 0.5, also vLLM's own from a mixed
-batch to a uniform one. With --only answers, engines of a small model are also held against
-transformers in float32 with merged adapters.
+with those of moelora on one GPU, and with transformers in float32 with merged adapters.
 """
 
+import argparse
 import sys
 
 from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines, judge
-from benchmarks.vllm_e2e import Bench, Run, arguments, describe, parse, speeds
+from benchmarks.vllm_e2e import Bench, Run, arguments, parse
 
 SINGLE = "moelora single"
 TENSOR, DATA = "--tensor-parallel", "--data-parallel"
@@ -30,7 +26,7 @@ WAYS = {
 
 class Parallel(Bench):
     def rows(self):
-        rows = sorted(speeds(self.runs), key=lambda row: [*WAYS].index(row["parallel"]))
+        rows = []
         for way in WAYS:
             rows += judge(self.said, f"moelora {way}", f"vllm {way}")
         return rows + answers(self.replies())
@@ -45,22 +41,6 @@ class Parallel(Bench):
                     runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
             self.together(runs)
             self.hold([run.name for run in runs], model)
-
-    def speed(self):
-        model = self.timed_model()
-        if model is None:
-            return
-        check = () if self.args.only == "speed" else ("--check",)
-        runs = [single(model)] if check else []
-        for way in self.args.ways:
-            by, *flags = WAYS[way]
-            flags = (by, self.args.gpus, *flags)
-            how = {"parallel": way, "gpus": self.args.gpus}
-            for engine in ("vllm", "moelora"):
-                runs.append(self.timed(engine, model, True, *check, *flags, **how))
-            if way == "tensor" and not self.args.lora_only:
-                runs.append(self.timed("vllm", model, False, *flags, **how))
-        self.together(runs)
 
 
 def single(model):
@@ -89,12 +69,11 @@ def answers(checks):
 def main(argv=None):
     p = arguments(__doc__)
     p.add_argument("--gpus", type=int, default=2)
-    p.add_argument("--only", choices=("speed", "answers"), help="leave the other out")
+    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    p.add_argument("--lora-only", action="store_true", help="time no engines without LoRA")
     bench = Parallel(parse(p, argv))
-    (bench.answers if bench.args.only == "answers" else bench.speed)()
-    return bench.report(lambda row: f"{row['parallel']:14} {describe(row)}")
+    bench.answers()
+    return bench.report()
 
 
 if __name__ == "__main__":

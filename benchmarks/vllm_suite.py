@@ -1,4 +1,4 @@
-"""vLLM's own tests of MoE LoRA, with moelora and without: the same results, and at least its speed.
+"""vLLM's own tests of MoE LoRA, with moelora and without: the same results.
 
     python -m benchmarks.vllm_suite --tests vllm-0.33.0/tests --at-once 6 --out ...-vllm-suite.json
 
@@ -13,18 +13,18 @@ plugin off, and with it on and moelora's `fused_moe_lora` in place of vLLM's
 
 Tests of whole models compare texts of published models and adapters. Here the same architectures
 run on models of random weights, in each format of weights: log-probabilities and greedy replies
-with the plugin on and off are compared as in `benchmarks.vllm_e2e`, and tokens per second are
-reported. `NOT_RUN` says why others are not run.
+with the plugin on and off are compared as in `benchmarks.vllm_e2e`. `NOT_RUN` says why others are
+not run.
 """
 
+import argparse
 import os
 import pathlib
 import sys
-from dataclasses import replace
 from xml.etree import ElementTree
 
 from benchmarks.engines.answers import SAME, SAME_FP8, compare_batches, compare_engines
-from benchmarks.vllm_e2e import Bench, arguments, describe, parse, speeds
+from benchmarks.vllm_e2e import Bench, Run, arguments, parse
 from moelora.integrations.vllm import SWITCH
 
 FILES = (
@@ -90,12 +90,12 @@ class Suite(Bench):
             family = ["--family", case] if case in ("olmoe", "mixtral") else []
             model = self.model("tiny", *family, format=format, source="bf16" if format else case)
             for engine in ("vllm", "moelora") if model else ():
-                run = self.timed(engine, model, True, "--check", "--no-profile", model=case)
-                runs.append(replace(run, name=f"{engine} {case}"))
+                flags = ("--lora", "--check")
+                runs.append(Run(f"{engine} {case}", model, flags, engine == "moelora"))
         self.together(runs)
 
     def rows(self):
-        rows = speeds(self.runs)
+        rows = []
         for case in self.args.cases:
             names, checks = (f"moelora {case}", f"vllm {case}"), self.replies()
             same = SAME_FP8 if case.startswith("fp8") else SAME
@@ -140,6 +140,7 @@ def compare_outcomes(off, on):
 
 def main(argv=None):
     p = arguments(__doc__)
+    p.add_argument("--reps", help=argparse.SUPPRESS)  # of commands of files
     p.add_argument("--tests", type=pathlib.Path, help="vLLM's tests; without it only models run")
     p.add_argument("--tests-s", type=float, default=150, help="deadline of each run of the tests")
     p.add_argument("--each", type=int, default=8, help="most parametrizations of each test")
@@ -148,7 +149,7 @@ def main(argv=None):
     if suite.args.tests:
         suite.tests()
     suite.engines()
-    return suite.report(lambda row: f"{row['model']:12} {describe(row)}")
+    return suite.report()
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import tomllib
 
 from benchmarks import ROOT
 from benchmarks.engines.answers import SAME, SAME_FP8, write_replies
-from benchmarks.options import numbers
 from moelora.bench import results
 from moelora.bench.engine.jobs import Job
-from moelora.bench.engine.serving import DECODE
 
 RANKS = "16,16,64,64"
 
@@ -118,17 +116,17 @@ class Bench:
         write_logs(self.work, self.args.out.with_suffix(".log"))
         return rows
 
-    def report(self, describe):
-        """Writes and prints rows, those of speeds as `describe` says them; returns the exit
-        status."""
+    def report(self):
+        """Writes and prints rows; returns the exit status."""
         rows = self.write()
         for row in rows:
-            if row["topic"] == "speed":
-                print(describe(row))
-            elif row["topic"] != "reference":
+            if row["topic"] != "reference":
                 print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
-        good = [row["ok"] for row in rows if row["topic"] != "speed"]
-        return 0 if all(good) and all(stage["end"] == "ok" for stage in self.stages) else 1
+        return (
+            0
+            if all(row["ok"] for row in rows) and all(stage["end"] == "ok" for stage in self.stages)
+            else 1
+        )
 
 
 def arguments(doc, work, start_s):
@@ -137,12 +135,10 @@ def arguments(doc, work, start_s):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
-    p.add_argument("--layers", type=int, default=12, help="of the model that is timed")
-    p.add_argument("--sequences", type=numbers, default=[DECODE[0]], help="of decode")
-    p.add_argument("--reps", type=int, default=5, help="of each measurement, of which the median")
     p.add_argument("--at-once", type=int, default=1, help="engines that start together")
-    about = "of each of several, longer ones are stopped"
-    p.add_argument("--start-s", type=float, default=start_s, help=about)
+    p.add_argument(
+        "--start-s", type=float, default=start_s, help="of each, longer ones are stopped"
+    )
     return p
 
 

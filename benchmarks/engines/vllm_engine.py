@@ -1,4 +1,4 @@
-"""One vLLM engine: who runs its MoE layers, what its requests get, how fast it is.
+"""One vLLM engine: who runs its MoE layers, and what its requests get.
 
     python -m benchmarks.engines.vllm_engine --model /tmp/tiny --out /tmp/run.json --lora --check
 
@@ -14,13 +14,12 @@ import pathlib
 import random
 import sys
 import time
-from collections import Counter
 
 from benchmarks.engines.vllm_bits import Rows
 from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
 from moelora.bench.engine import worker
-from moelora.bench.engine.serving import CHECK, DECODE, check, speed
+from moelora.bench.engine.serving import CHECK, DECODE, check
 from moelora.bench.engine.worker import moe_layers
 
 for name, value in {
@@ -34,7 +33,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)  # batches of decode that are captured
+GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64)  # batches of decode that are captured
 
 
 def parse(argv=None):
@@ -45,21 +44,11 @@ def parse(argv=None):
     p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
-    p.add_argument("--speed", action="store_true", help="prefill and decode, tokens/s")
-    p.add_argument("--no-profile", action="store_true", help="no times of kernels")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
     p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
-    p.add_argument("--turn", type=pathlib.Path, help="file that asks for a turn (`take_turn`)")
-    p.add_argument("--reps", type=int, default=5)
-    p.add_argument(
-        "--sequences",
-        type=lambda text: [int(n) for n in text.split(",")],
-        default=[DECODE[0]],
-        help="of decode, commas between",
-    )
     return p.parse_args(argv)
 
 
@@ -75,7 +64,6 @@ class Engine(worker.Engine):
         manifest = json.loads((args.model / "manifest.json").read_text())
         folders = [pathlib.Path(f) for f in manifest["adapters"]] if args.lora else []
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
-        most = max(DECODE[0], *args.sequences)
         options = {}
         if args.lora:
             options = {
@@ -92,7 +80,7 @@ class Engine(worker.Engine):
             options["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [n for n in GRAPHS if n <= most],
+                "cudagraph_capture_sizes": [*GRAPHS],
             }
         if args.gib:  # shares its GPUs with other engines
             options |= {
@@ -108,7 +96,7 @@ class Engine(worker.Engine):
             load_format="safetensors",
             max_model_len=4096,
             max_num_batched_tokens=8192,
-            max_num_seqs=most,
+            max_num_seqs=DECODE[0],
             enable_prefix_caching=False,
             tensor_parallel_size=args.tensor_parallel,
             enable_expert_parallel=args.expert_parallel,
@@ -126,11 +114,6 @@ class Engine(worker.Engine):
         if not prompts:  # the engine steps with the others
             return []
         return super().run(prompts, adapters, **sampling)
-
-    def generate(self, prompts, adapters, new):
-        self.ranks_of_data.wait()
-        super().generate(prompts, adapters, new)
-        self.ranks_of_data.wait()
 
     def replies(self, prompts, adapters, new):
         return self.ranks_of_data.gather(super().replies(prompts, adapters, new))
@@ -153,50 +136,6 @@ def bits(engine):
     return {"layers": layers[0]} | found.compare("alone", "mixed")
 
 
-def gpu_milliseconds(run):
-    """Of the GPU: `busy`, while anything runs, `total`, of all kernels together, and the longest
-    ones; None where there is no profiler for them. `total` counts twice the time in which a kernel
-    that was launched early waits for the one before it."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile, supported_activities
-
-    if ProfilerActivity.CUDA not in supported_activities():
-        return None
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-    spans = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA
-    ]
-    kernels = Counter()
-    for begin, end, name in spans:
-        kernels[name] += (end - begin) / 1e3
-    return {
-        "busy": round(busy(spans) / 1e3, 2),
-        "total": round(kernels.total(), 2),
-        "top": [[round(ms, 3), name[:100]] for name, ms in kernels.most_common(12)],
-    }
-
-
-def busy(spans):
-    """Length of what (begin, end, ...) cover together."""
-    covered, until = 0, float("-inf")
-    for begin, end, *_ in sorted(spans):
-        covered += max(0, end - max(begin, until))
-        until = max(until, end)
-    return covered
-
-
-def take_turn(engine, file):
-    """Ask for a turn with a file, and wait until it is removed."""
-    if file and engine.ranks_of_data.rank == 0:
-        file.touch()
-        while file.exists():
-            time.sleep(0.005)
-    engine.ranks_of_data.wait()
-
-
 def main():
     args = parse()
     if args.data_parallel > 1 and RANK not in os.environ:
@@ -216,19 +155,12 @@ def main():
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
     engine.ranks_of_data.wait()
-    take_turn(engine, args.turn)
     if args.check:
         save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
     if args.rows:
         save(rows=rows(engine, args.rows))
-    if args.speed:
-        # Kernels of other processes are not seen from here.
-        seen = args.tensor_parallel * args.data_parallel == 1 and not args.no_profile
-        profiler = gpu_milliseconds if seen else None
-        for _ in speed(engine, args.reps, args.sequences, save, profiler):
-            take_turn(engine, args.turn)
     save(done=True)
     engine.ranks_of_data.wait()  # none leaves while another one steps
     sys.stdout.flush()

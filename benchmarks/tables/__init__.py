@@ -17,9 +17,7 @@ from benchmarks import training_memory
 from benchmarks.tables.columns import TABLES
 from benchmarks.tables.engines import (
     engine_bits,
-    engines_parallel,
     sglang_answers,
-    suite_ratios,
 )
 from benchmarks.tables.files import AWAITED, source, used_by
 from benchmarks.tables.layers import (
@@ -76,12 +74,6 @@ MADE = {
     "layers_on_others": ("layer", layers_on_other_cards),
     "serving_rates": (None, serving_rates),
     "alternatives": (None, alternatives),
-    "engines_parallel_4": ("e2e-parallel-4", lambda: engines_parallel("e2e-parallel-4")),
-    "engines_parallel_4_expert": (
-        "e2e-parallel-4-expert",
-        lambda: engines_parallel("e2e-parallel-4-expert"),
-    ),
-    "suite_ratios": ("vllm-suite-models", suite_ratios),
     "decode_ratios": (None, decode_ratios),
     "engine_bits": ("e2e-invariance", engine_bits),
     "training_peers": ("training", training_peers),

@@ -1,53 +1,12 @@
 """Tables and sentences of engines: vLLM and SGLang, with and without moelora."""
 
-from benchmarks.tables.columns import MIXED
-from benchmarks.tables.files import AWAITED, card, load, rows_of
-from benchmarks.tables.text import markdown, over, span, thousands, wrapped
-
-
-def measured(rows, field, engine, lora, batch):
-    """A field of an engine's row; None where it was not measured."""
-    for row in rows:
-        if (row["engine"], row["lora_enabled"], row["batch"]) == (engine, lora, batch):
-            return row.get(field)
-
-
-def rate(rows, phase, *engine):
-    """Tokens per second of an engine; None where it was not timed."""
-    return measured(rows, f"{phase}_tok_s", *engine)
+from benchmarks.tables.files import load, rows_of
+from benchmarks.tables.text import span, wrapped
 
 
 def release(engine, topic):
     """An engine with its version, as "vLLM 0.33.0"."""
     return f"{engine} {load(topic)[0][engine.lower()]}"
-
-
-# After tables of vLLM's speed: what benchmarks.engines.vllm_engine sets.
-HOW = "vLLM ran with its compilation off (`mode` 0), with moelora and without."
-
-
-def engines_parallel(topic):
-    """Tokens per second of several GPUs, in each parallel mode."""
-    speeds = [row for row in rows_of(topic) if row["topic"] == "speed"]
-    said = []
-    for way in dict.fromkeys(row["parallel"] for row in speeds):
-        rows = [row for row in speeds if row["parallel"] == way]
-        for phase in ("prefill", "decode"):
-            none, *theirs = (
-                rate(rows, phase, "vllm", *more)
-                for more in ((False, "base"), (True, "base"), (True, MIXED))
-            )
-            idle, ours = (rate(rows, phase, "moelora", True, batch) for batch in ("base", MIXED))
-            numbers = thousands(none, *theirs, idle)
-            numbers += [f"**{ours:,}**" if ours else "", over(ours, theirs[1]), over(ours, none)]
-            said.append([way, phase, *numbers])
-    titles = ["parallel", "phase", "vLLM without LoRA", "vLLM, no adapters", "vLLM, 4 adapters"]
-    titles += ["moelora, no adapters", "moelora, 4 adapters", "moelora / vLLM, 4 adapters"]
-    if not said:
-        return AWAITED
-    made = markdown([*titles, "moelora, 4 adapters / vLLM without LoRA"], said)
-    count = {2: "Two", 4: "Four"}[speeds[0]["gpus"]]
-    return f"{count} {card(topic)}, vLLM {load(topic)[0]['vllm']}:\n\n{made}\n\n{HOW}"
 
 
 def sglang_answers():
@@ -75,37 +34,3 @@ def engine_bits():
         them; with vLLM's LoRA kernels {theirs["differing"]} of {theirs["matched"]}, and
         {theirs["unmatched"]} came in one of them, after layers that differed."""
     return wrapped(text)
-
-
-SUITE_TOPICS = "vllm-suite-models", "vllm-suite-formats", "vllm-suite-more"
-SUITE_CASES = {
-    "bf16": "Qwen3-MoE, bf16",
-    "olmoe": "OLMoE, bf16",
-    "mixtral": "Mixtral, bf16",
-    "mxfp4": "gpt-oss, MXFP4",
-    "fp8": "Qwen3-MoE, FP8, blocks",
-    "fp8_channel": "Qwen3-MoE, FP8, channels",
-    "fp8_tensor": "Qwen3-MoE, FP8, tensors",
-    "int4": "Qwen3-MoE, INT4, compressed-tensors",
-    "gptq": "Qwen3-MoE, INT4, GPTQ",
-    "awq": "Qwen3-MoE, INT4, AWQ",
-    "nvfp4": "Qwen3-MoE, NVFP4",
-}
-
-
-def suite_ratios():
-    """Small models of each architecture and format: tokens per second of four mixed adapters with
-    the plugin over those without."""
-    rows = [row for topic in SUITE_TOPICS for row in rows_of(topic)]
-    said = []
-    for case, what in SUITE_CASES.items():
-        found = [row for row in rows if row.get("model") == case]
-        ratios = [
-            over(*(rate(found, phase, engine, True, MIXED) for engine in ("moelora", "vllm")))
-            for phase in ("prefill", "decode")
-        ]
-        if any(ratios):
-            said.append([what, *ratios])
-    if not said:
-        return AWAITED
-    return f"{markdown(['model, experts', 'prefill', 'decode'], said)}\n\n{HOW}"

@@ -29,14 +29,8 @@ def test_every_script_is_in_the_table():
     assert wanted <= named
 
 
-SOURCES = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".inc")]
-WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
-# In an engine's trace, those of others are in namespaces or have no arguments.
-OURS = re.compile(r"(?:void )?(?:\(anonymous namespace\)::)?\w+[<(]")
-
-
 def gone(case):
-    """Variants of a case's plan, and words of its kernels, that this tree does not have."""
+    """Variants of a case's plan that this tree does not have."""
     found = set()
     for variant in re.findall(r"(?:\w+=)(\w+)", case.get("plan", "")):
         try:
@@ -45,20 +39,11 @@ def gone(case):
             found.add(variant)
         finally:
             _C.force_variant(None)
-    kernels = [case["kernel"]] if "kernel" in case else []
-    if case.get("engine", "").startswith("moelora"):
-        traces = [value["top"] for value in case.values() if isinstance(value, dict)]
-        names = [name for top in traces for row in top for name in row if isinstance(name, str)]
-        kernels += filter(OURS.match, names)
-    for kernel in kernels:
-        cut = re.search(r"[<(].*\w$", kernel)
-        words = re.findall(r"[A-Za-z_]\w*", kernel.replace("(anonymous namespace)", ""))
-        found |= {*words[: -1 if cut else None]} - WORDS
     return found
 
 
 @needs_checkout
-def test_files_name_variants_and_kernels_of_this_tree():
+def test_files_name_variants_of_this_tree():
     """What was measured of code that is gone is measured again, or taken out."""
     for path in (ROOT / "benchmarks/results").glob("*.json"):
         assert set().union(*map(gone, tables.files.read(path)[1])) == set(), path.name

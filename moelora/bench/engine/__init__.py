@@ -215,7 +215,7 @@ def serves(layers: str, log: str) -> bool:
 
 
 def rows_of(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the result file, as `benchmarks.vllm_e2e` writes them."""
+    """Rows of the result file."""
     rows = []
     for setup in ENGINES:
         engine = "moelora" if setup.moelora else "vllm"

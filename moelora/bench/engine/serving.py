@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 Table = dict[str, dict[str, Any]]  # measurements of a batch, by phase
 
 PREFILL = (16, 2048)  # prompts, tokens of each
 DECODE = (64, 32, 128)  # default number of sequences, prompt tokens, new tokens
-PROFILED = 16  # new tokens while kernels are timed
 CHECK = (6, 16)  # prompts for each adapter, new tokens
 
 
@@ -54,89 +53,55 @@ def check(engine: Engine) -> dict[str, Any]:
 def speed(
     engine: Engine,
     reps: int,
-    sequences: Sequence[int],
+    sequences: int,
     save: Callable[..., None],
-    gpu_milliseconds: Callable[[Callable[[], None]], Any] | None = None,
     prefill: tuple[int, int] = PREFILL,
     new: int = DECODE[2],
-) -> Iterator[None]:
-    """Times of prefill and of decode, which `save(speed={batch: table})` gets after each part.
+) -> None:
+    """Times of prefill and of decode, which `save(speed={batch: table})` gets after each batch.
 
-    `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. Decode
-    with N sequences, and the time to its first token, are `decode_N` and `first_N` where N is not
-    the usual number; `gpu_milliseconds` profiles each measurement, of at most PROFILED new tokens.
-
-    A generator that yields before each repetition: engines on one machine that take turns there
-    meet the same disturbances, and their results can be compared.
+    `prefill` is the number of prompts and of tokens of each, `new` the tokens of decode. `first` is
+    the time to decode's first token.
     """
 
     def measure(
-        prompts: list[list[int]], adapters: list[Any], new: int, work: int
-    ) -> Generator[None, None, dict[str, Any]]:
-        def run(new: int = new) -> None:
-            engine.generate(prompts, adapters, new)
-
-        run()  # warm-up: loads adapters, runs late compilation
+        prompts: list[list[int]], carried: list[Any], new: int, work: int
+    ) -> dict[str, Any]:
+        who = [carried[i % len(carried)] for i in range(len(prompts))]
+        engine.generate(prompts, who, new)  # warm-up: loads adapters, runs late compilation
         seconds = []
         for _ in range(reps):
-            yield
             start = time.perf_counter()
-            run()
+            engine.generate(prompts, who, new)
             seconds.append(time.perf_counter() - start)
         return {
             "tokens_per_s": round(work / statistics.median(seconds)),
             "seconds": [round(s, 5) for s in seconds],
             "new_tokens": new,
-            "gpu_ms": gpu_milliseconds(lambda: run(min(new, PROFILED)))
-            if gpu_milliseconds
-            else None,
         }
 
     long = engine.prompts([prefill[1]] * prefill[0])
-    short = engine.prompts([DECODE[1]] * max(sequences))
+    short = engine.prompts([DECODE[1]] * sequences)
     batches: dict[str, list[Any]] = {"base": [None]}
     if engine.adapters:
         batches[f"{len(engine.adapters)} mixed"] = list(engine.adapters)
     table: dict[str, Table] = {}
     for name, carried in batches.items():
-
-        def spread(prompts: list[list[int]], carried: list[Any] = carried) -> list[Any]:
-            return [carried[i % len(carried)] for i in range(len(prompts))]
-
         table[name] = {
-            "prefill": (yield from measure(long, spread(long), 1, prefill[0] * prefill[1]))
+            "prefill": measure(long, carried, 1, prefill[0] * prefill[1]),
+            "decode": measure(short, carried, new, sequences * new),
+            "first": measure(short, carried, 1, sequences),
         }
-        for n in sequences:
-            some, end = short[:n], "" if n == DECODE[0] else f"_{n}"
-            table[name][f"decode{end}"] = yield from measure(some, spread(some), new, n * new)
-            table[name][f"first{end}"] = yield from measure(some, spread(some), 1, n)
-            save(speed=table)
-
-
-def times_to_tokens(table: Table) -> dict[str, float]:
-    """Milliseconds to the first token, and to each later one; of these also those in which the GPU
-    was busy, where that was measured."""
-    made: dict[str, float] = {}
-    for end in (name.removeprefix("decode") for name in table if name.startswith("decode")):
-        if f"first{end}" not in table:
-            continue
-        first, whole = (table[name + end] for name in ("first", "decode"))
-        times = [statistics.median(measured["seconds"]) for measured in (first, whole)]
-        later = whole["new_tokens"] - first["new_tokens"]
-        made[f"ttft{end}_ms"] = round(1e3 * times[0], 3)
-        made[f"tpot{end}_ms"] = round(1e3 * (times[1] - times[0]) / later, 4)
-        if first["gpu_ms"] and whole["gpu_ms"]:
-            busy = whole["gpu_ms"]["busy"] - first["gpu_ms"]["busy"]
-            later = min(whole["new_tokens"], PROFILED) - first["new_tokens"]
-            made[f"tpot_busy{end}_ms"] = round(busy / later, 4)
-    return made
+        save(speed=table)
 
 
 def speed_row(table: Table) -> dict[str, Any]:
-    """The fields of a row of results, of one batch's table."""
+    """The fields of a row of results, of one batch's table: rates, times, and milliseconds to the
+    first token of decode and to each later one."""
     row: dict[str, Any] = {}
     for what, measured in table.items():
-        row[f"{what}_tok_s"] = measured["tokens_per_s"]
-        row[f"{what}_s"] = measured["seconds"]
-        row[f"{what}_gpu_ms"] = measured["gpu_ms"]
-    return row | times_to_tokens(table)
+        row |= {f"{what}_tok_s": measured["tokens_per_s"], f"{what}_s": measured["seconds"]}
+    first, whole = (statistics.median(table[what]["seconds"]) for what in ("first", "decode"))
+    later = table["decode"]["new_tokens"] - table["first"]["new_tokens"]
+    row["ttft_ms"] = round(1e3 * first, 3)
+    return row | {"tpot_ms": round(1e3 * (whole - first) / later, 4)}

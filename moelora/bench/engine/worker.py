@@ -114,7 +114,6 @@ def main(job_path: str, out_path: str) -> None:
 
     engine = Engine(job)
     save(layers=engine.layers(), vllm=vllm.__version__)
-    sequences = [job["sequences"]]
     prefill, new = tuple(job["prefill"]), job["new"]
     if engine.adapters:
         count, length = COMPARED
@@ -122,18 +121,9 @@ def main(job_path: str, out_path: str) -> None:
         replies = engine.replies(prompts, engine.adapters * count, 1)
         save(prompts=[reply["prompt"] for reply in replies])
 
-    def keep(speed: dict[str, Any]) -> None:
-        save(speed={batch: usual_names(table) for batch, table in speed.items()})
-
-    for _ in speed(engine, job["reps"], sequences, keep, prefill=prefill, new=new):
-        pass
+    speed(engine, job["reps"], job["sequences"], save, prefill, new)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
-
-
-def usual_names(table: dict[str, Any]) -> dict[str, Any]:
-    """`decode_32` of a run with one number of sequences is its `decode`."""
-    return {name.partition("_")[0]: measured for name, measured in table.items()}
 
 
 if __name__ == "__main__":
