@@ -80,6 +80,7 @@ MADE = {
     "training_peers_64": ("training-64", lambda: training_peers("training-64")),
     "training_quantized": ("training", training_quantized),
     "training_quantized_fp8": ("training-fp8", lambda: training_quantized("training-fp8")),
+    "training_quantized_nf4": ("training-nf4", lambda: training_quantized("training-nf4")),
     "training_on_others": ("training", on_other_cards),
     "training_memory_measured": ("training-memory", training_memory_measured),
     "invariance_found": ("invariance", lambda: wrapped(invariance_found())),

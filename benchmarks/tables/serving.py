@@ -9,10 +9,18 @@ CLAIMED = "bf16, Qwen3-30B-A3B"
 SEQUENCES = (1, 16, 64, 256)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
-RATES = {  # of loads: what they are called, and the field of their rows that counts
-    "prefill": ("prefill", "total_token_throughput"),
-    **{f"decode_{n}": (f"decode of {n}", "output_throughput") for n in SEQUENCES},
-    "saturation": ("saturation", "output_throughput"),
+# Of loads: what they are called, and tokens per second of a row. Decodes take the median time of a
+# token, since kernels that an engine compiles while it serves stall some requests of a run.
+RATES = {
+    "prefill": ("prefill", lambda row: row["total_token_throughput"]),
+    **{
+        f"decode_{n}": (
+            f"decode of {n}",
+            lambda row: row["concurrency"] * 1000 / row["median_tpot_ms"],
+        )
+        for n in SEQUENCES
+    },
+    "saturation": ("saturation", lambda row: row["output_throughput"]),
 }
 
 
@@ -29,10 +37,9 @@ class Run:
         self.gpu = card(topic).removeprefix("NVIDIA ")
 
     def tokens(self, who, load, adapters):
-        field = RATES[load][1]
         for row in self.rows:
             if (row["engine"], row["workload"], row["adapters"] > 0) == (who, load, adapters):
-                return round(row[field])
+                return round(RATES[load][1](row))
 
     def rate(self, load):
         who = (f"{self.engine} without LoRA", False), (self.engine, True)

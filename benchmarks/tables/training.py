@@ -37,7 +37,14 @@ LAYERS = {
     "glm45air": "GLM-4.5-Air",
     "mixtral": "Mixtral-8x7B",
 }
-QUANTIZED = {"mxfp4": "MXFP4", "nvfp4": "NVFP4", "int4": "INT4", "fp8": "FP8", "w8a16": "W8A16"}
+QUANTIZED = {
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "int4": "INT4",
+    "fp8": "FP8",
+    "w8a16": "W8A16",
+    "nf4": "NF4",
+}
 PEERS = {"unsloth": "Unsloth", "axolotl": "axolotl", "veomni": "VeOmni", "peft": "PEFT"}
 
 

@@ -30,7 +30,7 @@ def add_cli_args(parser):
     parser.add_argument("--lora-modules", nargs="+")
 async def main_async(args):
     return {"completed": int(args.num_prompts), "failed": 0, "median_ttft_ms": 1.23456,
-            "p99_ttft_ms": None, "output_throughput": 2.0, "not kept": 3}
+            "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3}
 """
 
 
@@ -72,7 +72,7 @@ def test_each_engine_runs_each_load_alone(run, tmp_path, monkeypatch):
     assert all("served" not in row for row in written["cases"])
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok", "stopped"}
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
-    assert "| bf16, micro | decode of 64 | 2 | - | **2** |" in tables.section("serving_rates")
+    assert "| bf16, micro | decode of 64 | 2,000 | - | **2,000** |" in tables.section("serving_rates")
     assert "| vllm + moelora | load_8 | 4 |" in tables.section("serving_all")
 
 
