@@ -7,22 +7,21 @@
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
  * These are the four kinds of work items; a CTA processes an item. A W2 item covers all active
- * experts (see decode/tables.cuh), so that z is never stored and its sum takes no launch. Three
- * grid syncs wait for xa13, h and xa2. A CTA arrives once it has no more items that write (at once
- * if it has none), and waits as late as possible: after the base product to which it then adds the
- * delta of the awaited shrink.
+ * experts (see decode/tables.cuh), so the rows before the sum over top_k stay in shared memory.
+ * Three grid syncs order xa13, h and xa2. A CTA arrives after its last item that writes (at once if
+ * it has none). It waits for h before it loads h, but for xa only after the base product to which
+ * it adds the delta.
  *
  * Results are bitwise equal to those of the separate launches: one warp accumulates a base product
  * in the order of K and then adds the delta; a shrink adds the same K spans, one per warp; rows are
  * rounded before the sum over top_k.
  *
- * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks, each 32 of
- * K; it loads the next chunk in halves as registers become free. In a block, lane (g, c) = (lane /
- * 4, lane % 4) loads elements 8c to 8c + 7 of rows g and g + 8 and of token g; lanes exchange them
- * so that each of two mma has 16 consecutive elements. d[2i + j] is then row g + 8i, token 2c + j.
+ * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks of 32
+ * elements of K; it loads the next chunk in halves as registers become free. In a block, lane 4g +
+ * c loads elements 8c to 8c + 7 of rows g and g + 8 and of token g; lanes exchange them so that
+ * each of two mma has 16 consecutive elements. d[2i + j] is row g + 8i, token 2c + j.
  *
- * Tokens are columns of the mma, so the values of one token never affect another, whatever its
- * factors contain. */
+ * Tokens are columns of the mma, so a NaN in one token or in its factors never affects another. */
 #include "cuda/decode/grid.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"
@@ -73,7 +72,7 @@ moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
   params.p = p;
   params.gated = moelora_is_gated(p.activation.kind);
   params.interleaved = moelora_is_interleaved(p.activation.kind);
-  const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // of a W13 item
+  const int64_t outputs = 16 * kWarps / (params.gated ? 2 : 1); // per W13 item
   params.tiles13 = (int32_t)((p.intermediate + outputs - 1) / outputs);
   params.max_shrinks13 =
       (int32_t)(p.routes.num_rows * p.w13_lora.num_slices * ((p.w13_lora.max_rank + 15) / 16));

@@ -8,11 +8,11 @@
 
 namespace decode {
 
-/* Strides in floats between tokens and between warps of the partial sums: a warp reads and writes
- * without bank conflicts. */
+/* Strides in floats between tokens and between warps of the partial sums. The former avoids bank
+ * conflicts in store_partial(). */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
 
-/* Partial sums of warps, or, in W2, the rows of an item: flat rows kTokenPitch apart.
+/* Partial sums of warps. In W2: the outputs of an item, flat rows kTokenPitch apart.
  * Double-buffered, so that an item need not wait until the previous one has been read. */
 struct Partials {
   float sums[2][kWarps * kWarpPitch];
@@ -31,7 +31,7 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
   return Element<T>::to_float(((const T *)data)[at]);
 }
 
-/* Adds the partial sums of a shrink in the order of K and writes the ranks of token `warp`, scaled
+/* Adds the partial sums of a shrink in the order of K. Warp i writes the ranks of token i, scaled
  * by the adapter's scaling and 2^-DEFERRED. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tables &t,
@@ -52,8 +52,8 @@ __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tab
   to[lane] = Element<T>::round(r.first + lane < r.rank ? scaling * sum : 0.f);
 }
 
-/* Scales the product of a W2 item and one active expert by 2^DEFERRED, adds the bias, rounds, and
- * stores it by row. */
+/* Scales the product of a W2 item and one active expert by 2^DEFERRED, adds the bias, rounds the
+ * result, and stores it by flat row. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &t,
                                            const WorkItem &item, const float (&d)[4], float *rows) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &
   }
 }
 
-/* Sums a W2 item over the rows of token `warp`, as layer/sum.cu does. */
+/* Sums the outputs of a W2 item as layer/sum.cu does: warp i adds the rows of token i. */
 template <class T>
 __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables &t,
                                              const WorkItem &item, const float *rows) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int 
   ((T *)p.h)[row * p.p.intermediate + output] = Element<T>::round(h);
 }
 
-/* Stores the outputs of token `warp` of a W13 item. If gated, the first half of the warps has gate,
- * the other half up. Products are still to be scaled by 2^DEFERRED. */
+/* Scales the products of a W13 item by 2^DEFERRED and applies bias and activation; warp i stores
+ * the outputs of token i. If gated, the first half of the warps has multiplied gate rows. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_w13(const DecodeParams &p, const Tables &t, int active,
                                              int first, const float *partial) {

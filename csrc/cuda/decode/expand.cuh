@@ -12,8 +12,8 @@ namespace decode {
  * different slices. In a quad, lanes 0 and 1 hold the first slab, 8 ranks each, lanes 2 and 3 the
  * second. */
 struct DoubleSlab {
-  int segment, rank, slabs; // per slice
-  int first;                // first of the two
+  int segment, rank, slabs; // slabs: per slice
+  int first;                // index of the first of the two
 };
 
 /* Calls visit(slab) for the double slabs of an item, in order; a shrink item has none. */
@@ -33,9 +33,9 @@ __device__ __forceinline__ void for_each_slab(const DecodeParams &p, const Table
   }
 }
 
-/* The eight ranks of a double slab that a lane multiplies. */
+/* The eight ranks of a double slab that a lane multiplies: `column` is the first. */
 struct LaneRanks {
-  int slice, column, left; // left: number of valid ranks, 0 if none
+  int slice, column, left; // left: number of valid ranks
 };
 
 __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const DoubleSlab &slab) {
@@ -47,7 +47,8 @@ __device__ __forceinline__ LaneRanks lane_ranks(const moelora_factors &f, const 
   return e;
 }
 
-/* Returns the address of a lane's ranks in the row of B for output g + 8 * half; NULL if none. */
+/* Returns the address of a lane's ranks in B, for the item's output lane / 4 + 8 * half; NULL if
+ * the lane has none. */
 __device__ __forceinline__ const uint16_t *slab_row(const DecodeParams &p, const Tables &t,
                                                     const WorkItem &item, const DoubleSlab &slab,
                                                     const LaneRanks &e, int half) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ uint4 keep_elements(uint4 v, int count) {
   return make_uint4(keep(v.x, 0), keep(v.y, 2), keep(v.z, 4), keep(v.w, 6));
 }
 
-/* Adds xa B^T to d, for the tokens of each adapter. */
+/* Adds xa B^T to d: the delta of each adapter to its tokens only. */
 template <class T>
 __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, const WorkItem &item,
                                        float (&d)[4]) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ void expand(const DecodeParams &p, const Tables &t, c
     const int active = t.segment_active[slab.segment], width = moelora_padded_rank(f.max_rank);
     const uint32_t tokens = t.segment_tokens[slab.segment];
     uint4 b[2];
-    uint32_t rows = 0; // bit mask: row halves with ranks in any lane of the quad
+    uint32_t rows = 0; // bit `half`: a lane of the quad has ranks for output lane / 4 + 8 * half
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint16_t *from = slab_row(p, t, item, slab, e, half);

@@ -9,8 +9,8 @@
 
 namespace decode {
 
-/* CTAs per SM. 8.x and 12.x have about half the bandwidth and need half as many loads in flight;
- * the portable code takes a few more registers. */
+/* CTAs per SM. GPUs of compute capability 8.x and 12.x have about half the bandwidth and need half
+ * as many loads in flight; one CTA per SM may use more registers. */
 constexpr int kMaxResident = 2;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 1;
@@ -22,7 +22,7 @@ constexpr int kResident = kMaxResident;
 struct GridSync {
   unsigned arrival;
   bool waits;   // the CTA has arrived, but has not waited yet
-  bool shrinks; // shrink items remain or have run, and the CTA has not arrived after them
+  bool shrinks; // the CTA may have shrink items, and has not arrived after them yet
 };
 
 __device__ __forceinline__ void arrive(GridSync &sync) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait(GridSync &sync) {
   sync.waits = false;
 }
 
-/* Builds the tables and loads x, before the first W13 item. snapshot: see build_tables. */
+/* Builds the tables and loads x. Arrives if the CTA has no shrink of w13. */
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
                                             const RoutingSnapshot *snapshot) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
  * loop. */
 inline __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                                 uint16_t *staged, GridSync &sync) {
-  __syncthreads(); // all threads have read the mismatch
+  __syncthreads(); // all threads have read t.mismatch
   if (threadIdx.x == 0)
     t.uses_first = true;
   begin_layer(p, t, tokens, staged, sync, p.snapshot);

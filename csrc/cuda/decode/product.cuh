@@ -48,14 +48,14 @@ struct TokenRows {
   int64_t stride;
 };
 
-/* Bytes of shared memory for tokens on GPUs that have little: more would reduce L1, through which
- * factors are loaded. */
+/* Bytes of shared memory for tokens on GPUs with less than kLargeShared bytes (tiles.cuh): more
+ * would reduce L1, through which factors are loaded. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Starts to copy rows to shared memory if they fit: all of them, or only the rows p with
- * first_row[p] == p. Loading them from memory would stall every batch of columns, and a grid sync
+/* Starts to copy rows to shared memory if all fit: without first_row, all rows; with it, rows p
+ * with first_row[p] == p. Loads from global memory would stall every batch, and a grid sync
  * invalidates L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank
- * conflicts; beyond K there are zeros up to the end of a tile. */
+ * conflicts. Rows are zero-filled to a multiple of 64 elements. */
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const int32_t *first_row,
                                                   uint16_t *staged, int room) {
@@ -105,8 +105,8 @@ template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS>
   s.blocks -= kChunk;
 }
 
-/* Factors without 16-byte alignment bypass the prefetch buffer: subtracting this from their number
- * of blocks leaves none within K. */
+/* Factors without 16-byte alignment bypass the prefetch buffer: if this is subtracted from its
+ * number of blocks, it loads none. */
 constexpr int kBypass = 1 << 30;
 
 /* Points the buffer to the span at `work`. */
@@ -163,7 +163,7 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
         prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
-/* Adds to d the K span whose first chunk is in the buffer; `work` is already at the next span. */
+/* Adds the product of the K span in the buffer to d; `work` is already at the next span. */
 template <class T>
 __device__ __forceinline__ void
 multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,
@@ -184,8 +184,8 @@ multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, 
   } while (blocks > 0);
 }
 
-/* Accumulates the K span in d, for factors without 16-byte alignment. `next` points kChunk blocks
- * past the start of the span, as it does for prefetching. */
+/* Adds the product of a K span to d, for factors without 16-byte alignment. `next` points kChunk
+ * blocks past the start of the span, as it does for prefetching. */
 template <class T>
 __device__ __forceinline__ void multiply_elements(const OperandRows<2> &next,
                                                   const OperandRows<1> &x, float (&d)[4]) {

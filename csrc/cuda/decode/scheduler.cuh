@@ -18,13 +18,13 @@ struct DecodeParams {
   moelora_divisor by_tiles13; // divides by tiles13
   int32_t max_shrinks13;      // upper bound of SHRINK13 items, whatever ids contain
   int32_t staged_bytes;       // shared memory for tokens
-  int32_t span_blocks[2];     // blocks of K per span of a shrink; of w13, of w2
+  int32_t span_blocks[2];     // [projection] blocks of K per span of a shrink
   bool gated, interleaved;
-  bool a_vectors[2], b_vectors[2]; // whether factors allow 16-byte accesses; of w13, of w2
-  uint32_t *digests;               // [CTAs] digest of each CTA's snapshot
-  RoutingSnapshot *snapshot;       // the first CTA's
+  bool a_vectors[2], b_vectors[2]; // [projection] whether factors allow 16-byte accesses
+  uint32_t *digests;               // [kCopies, digest_pitch] digest of each CTA's snapshot
+  RoutingSnapshot *snapshot;       // snapshot of the first CTA
   uint16_t *h;                     // [P, I]
-  uint16_t *xa[2];                 // [P, num_slices * padded rank]; of w13, of w2
+  uint16_t *xa[2];                 // [projection] [P, num_slices * padded rank]
 };
 
 /* launch_<FORMAT>, in a generated source per kernel format, launches the kernel on at most `work`
@@ -34,8 +34,8 @@ struct DecodeParams {
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"
 
-/* Position of a warp, before product `part` of an item. In W2 `part` is an active expert, since the
- * warps of a CTA split the experts; in a shrink it is the warp's span of K. */
+/* Position of a warp: product `part` of item `index`. In W2, `part` is an active expert, since the
+ * warps of a CTA split the experts; in a shrink, the warp's span of K; in W13, 0. */
 struct WorkIterator {
   int kind, index, part;
 };
@@ -68,12 +68,12 @@ __device__ __forceinline__ int blocks_of(const DecodeParams &p, int kind) {
 
 /* ---- iteration over K spans ---- */
 
-/* Returns how many CTAs have no SHRINK13 items; items are assigned from the last CTA down. */
+/* Returns n such that the first n CTAs have no SHRINK13 item. The last CTA takes the first item. */
 __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.max_shrinks13, 0);
 }
 
-/* Returns the CTA's first shrink item. */
+/* Returns the index of the CTA's first shrink item. */
 __device__ __forceinline__ int first_shrink() {
   return (int)(gridDim.x - 1 - blockIdx.x);
 }
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool has_item(const Tables &t, const WorkIterator &wo
   return work.index < t.items[work.kind];
 }
 
-/* Returns the K span of a shrink at `work`; empty if the warp has none, or there is no item. */
+/* Returns the warp's K span of the shrink item at `work`; empty if there is none. */
 __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
                                          const WorkIterator &work) {
   if (!has_item(t, work))
@@ -117,7 +117,7 @@ __device__ __forceinline__ int outputs_of(const DecodeParams &p, int kind) {
   return (int)(kind == W13 ? p.p.intermediate : p.p.hidden);
 }
 
-/* Returns the row of w13 or w2, and of its bias, that computes an output. */
+/* Returns the row of w13 or w2, and of its bias, that computes an output. half: 0 gate, 1 up. */
 __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, int output,
                                               int half) {
   if (kind == W2 || !p.gated)
@@ -127,8 +127,8 @@ __device__ __forceinline__ int64_t weight_row(const DecodeParams &p, int kind, i
 
 /* ---- W13 and W2 items ---- */
 
-/* Returns the number of warps that multiply the rows of a half: in gated W13 items half of the
- * warps multiply gate rows, the others the matching up rows. */
+/* Returns the number of warps that multiply the rows of a half: in gated W13 items, half of the
+ * warps multiply gate rows, the others up rows of the same outputs. */
 __device__ __forceinline__ int warps_of_half(const DecodeParams &p) {
   return p.gated ? kWarps / 2 : kWarps;
 }
@@ -153,22 +153,22 @@ __device__ __forceinline__ WorkItem item_of(const DecodeParams &p, const WorkIte
   return item;
 }
 
-/* Returns whether the warp has product `work.part` of the item. */
+/* Returns whether the item has product `work.part`. */
 __device__ __forceinline__ bool has_product(const DecodeParams &p, const Tables &t,
                                             const WorkIterator &work, const WorkItem &item) {
   return work.kind == W2 ? work.part < t.active_experts
                          : work.part == 0 && item.tile * 16 < p.p.intermediate;
 }
 
-/* Returns the position before the first product of an item. */
+/* Returns the position of this warp's first product of an item. */
 __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
   return {kind, index, kind == W13 ? 0 : (int)threadIdx.x / 32};
 }
 
 /* ---- rows of a shrink item ---- */
 
-/* Finds rows g and g + 8 of the shrink item at `work`, at the start of `span`. Rows beyond the last
- * repeat it; their sums are not stored. */
+/* Sets `row` to the addresses of rows g and g + 8 of A in the shrink item at `work`, at the start
+ * of `span`. Rows past the true rank repeat the last row; their sums are not stored. */
 __device__ __forceinline__ void item_rows(const DecodeParams &p, const Tables &t,
                                           const WorkIterator &work, const KSpan &span, int g,
                                           const uint16_t *(&row)[2]) {

@@ -1,10 +1,10 @@
-/* Multiplies by the 4-bit weights. Each warp has its own pipeline in shared memory, which holds the
- * slabs that it multiplies next, across items and from W13 to W2: weights do not depend on grid
- * syncs. A slab is 16 rows of a tile of 4-bit values, 64 elements of K:
+/* Multiplies by the 4-bit weights. Each warp has a pipeline in shared memory with the slabs that it
+ * multiplies next, across items and from W13 to W2: weights do not depend on grid syncs. A slab is
+ * 16 rows of a tile of 4-bit values, 64 elements of K:
  *
- *   values [32 lanes] 16 bytes    as in the tile: a lane's part of operand A of four mma
- *   scales [8][2 rows][groups]    as in the tile
- *   zeros  [8][2 rows][groups]    as in the tile */
+ *   values [32 lanes] 16 bytes         as in the tile: a lane's part of operand A of four mma
+ *   scales [8 quads][2 rows][groups]   as in the tile
+ *   zeros  [8 quads][2 rows][groups]   as in the tile */
 #ifndef MOELORA_CUDA_DECODE_SLABS_CUH
 #define MOELORA_CUDA_DECODE_SLABS_CUH
 
@@ -13,8 +13,8 @@
 
 namespace decode {
 
-/* Stages per warp. They take 104 KB of an SM with two CTAs, or 50 KB if an SM has one because items
- * are fewer than CTAs; a CTA then just fits the 99 KB of the smallest GPUs. */
+/* Stages per warp. The pipelines of a CTA take 51 to 57 KB, depending on the format: with tokens
+ * (kStagedBytes) and static memory, a CTA fits the 99 KB of the smallest GPUs. */
 constexpr int kStages = 12;
 constexpr int kSlabsOfTile = 4, kSlabValues = MOELORA_TILE_VALUES / kSlabsOfTile;
 
@@ -22,8 +22,7 @@ template <moelora_kernel_format FORMAT>
 constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
-/* Iterates over the slabs that a warp copies; each goes to the stage of the slab multiplied last.
- */
+/* Iterates over the slabs that a warp copies, each to the stage that it has just multiplied. */
 struct SlabProducer {
   WorkIterator work; // ahead of the current product
   const char *from;  // this lane's 16 bytes of the values of the next slab
@@ -36,7 +35,8 @@ __device__ __forceinline__ const moelora_weights &weights_of(const DecodeParams 
   return kind == W13 ? p.p.w13 : p.p.w2;
 }
 
-/* Returns the byte offset from a lane's values to its part of the scales and zeros; 0 if none. */
+/* Returns the offset in bytes from this lane's values to the 16 bytes of scales or zeros that this
+ * lane copies; 0 if it copies none. */
 __device__ __forceinline__ int offset_of_scales(moelora_format format, int slab) {
   const int at = threadIdx.x % 32 * 16, groups = moelora_tile_groups(format);
   const int scales = 16 * groups * moelora_scale_bytes(format); // of a slab
@@ -79,7 +79,7 @@ __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, cons
          (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
 }
 
-/* Advances to the next product, if any. */
+/* Moves to the next product, if any, when the current product has no slabs left. */
 __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
                                              SlabProducer &s) {
   while (s.left == 0 && has_item(t, s.work)) {
@@ -108,12 +108,12 @@ __device__ __forceinline__ void produce(const DecodeParams &p, const Tables &t, 
   const uint32_t to = stage + threadIdx.x % 32 * 16;
   copy_async_16(to, s.from, 16, s.left > 0);
   copy_async_16(to + kSlabValues, s.from + s.scales, 16, s.left > 0 && s.scales != 0);
-  copy_async_commit(); // also without a copy: waits count commit groups
+  copy_async_commit(); // even if nothing was copied: waits count commit groups
   s.from += s.step;
   s.left -= s.left > 0;
 }
 
-/* Addresses of a warp's first and of its next stage. */
+/* Addresses of the first and of the current stage of a warp's pipeline. */
 template <moelora_kernel_format FORMAT> struct SlabPipeline {
   uint32_t first, stage;
 
@@ -124,7 +124,7 @@ template <moelora_kernel_format FORMAT> struct SlabPipeline {
   }
 };
 
-/* Fills the pipeline from the first W13 item on. */
+/* Fills the pipeline with the first slabs that the warp multiplies. */
 template <moelora_kernel_format FORMAT>
 __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, SlabProducer &s,
                                      SlabPipeline<FORMAT> &pipeline) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Prefetches to L2 the slabs that a warp copies next, before a grid sync. */
+/* Prefetches to L2 up to eight slabs that a warp copies next, before a grid sync. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;
@@ -156,7 +156,7 @@ struct TokenColumns {
   bool staged;
   uint32_t shared;
   const uint16_t *from;
-  int left; // elements of K
+  int left; // elements of K from `from` on
 };
 
 __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const Tables &t, int kind,
@@ -174,8 +174,8 @@ __device__ __forceinline__ TokenColumns columns_of(const DecodeParams &p, const 
   return x;
 }
 
-/* Loads columns 8 i + 2 (lane % 4) and the next, of token lane / 4, to b[i / 4][i % 4]; advances to
- * the next tile. */
+/* Loads the next 64 elements of K of token lane / 4: this lane's elements 8 i + 2 (lane % 4) and
+ * 8 i + 2 (lane % 4) + 1 go to b[i / 4][i % 4]. */
 template <bool STAGED>
 __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4]) {
   if constexpr (STAGED) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* Adds the product of the slabs that are next in the pipeline to d. Tokens that are not STAGED are
+/* Adds to d the products of the next `slabs` slabs of the pipeline. If not STAGED, tokens are
  * loaded one slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,

@@ -1,13 +1,13 @@
 /* Tables that every CTA of the decode kernel builds from ids, in shared memory.
  *
- * A CTA builds them from a snapshot of the caller's tables, of which it loads each element once.
- * Other streams may write these tables during the call, so the CTAs compare digests of their
- * snapshots at a grid sync; if two differ, all CTAs restart from the snapshot of the first CTA.
+ * A CTA loads each element of the caller's tables once, into a snapshot, and builds its tables from
+ * that. Other streams may write the caller's tables during the call, so the CTAs compare digests of
+ * their snapshots at a grid sync; if two differ, all CTAs restart from the snapshot of the first.
  *
- * An active expert is one chosen by some token; a segment is the tokens of an active expert with
- * one adapter. Active experts are ordered by the first row that names them, segments by active
- * expert and then by first token. A token that names an expert twice belongs to it once, in the
- * first of these rows. */
+ * An active expert is an expert that at least one token chooses; a segment is the tokens of an
+ * active expert with one adapter. Active experts are ordered by the first row that names them,
+ * segments by active expert and then by first token. If a token names an expert twice, only the
+ * first of these rows is computed, and both use it. */
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
@@ -23,10 +23,10 @@ static_assert(kRows == 64, "a warp looks after rows, active experts or segments 
 
 /* Maximum number of CTAs: each thread compares the digests of up to four CTAs. */
 constexpr int kMaxCtas = 4 * kThreads;
-/* Number of copies of the digests, so that CTAs load different cache lines. */
+/* Number of copies of the digests. CTAs load different copies, to spread over cache lines. */
 constexpr int kCopies = 16;
 
-/* Returns the number of words between copies. */
+/* Returns the number of words from one copy of the digests to the next. */
 __host__ __device__ inline size_t digest_pitch(size_t ctas) {
   return (ctas + 31) / 32 * 32;
 }
@@ -48,17 +48,17 @@ struct Tables {
   bool mismatch;   // whether another CTA has a different digest
   bool uses_first; // whether all CTAs restarted from the first CTA's snapshot
   int32_t active_experts, segments;
-  int32_t items[DONE]; // of each kind, over the whole grid
-  int32_t expert[kRows];
+  int32_t items[DONE];         // number of items of each kind, over the whole grid
+  int32_t expert[kRows];       // id of each active expert
   int32_t row[kRows][kTokens]; // flat row of an active expert's token, -1: none
-  int32_t first_row[kRows]; // for each flat row, the row used for its expert and token; -1: skipped
-  float row_weight[kRows];  // routing weight
+  int32_t first_row[kRows];    // first flat row with the same expert and token; -1: skipped
+  float row_weight[kRows];     // routing weight
   int32_t first_segment[kRows + 1];
-  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // rank: not limited
+  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // ranks: not clamped
   uint32_t segment_tokens[kRows];                                             // bit mask of tokens
-  int32_t shrinks_end[2][kRows]; // cumulative number of shrink items per segment, of w13 and of w2
-  // only while the tables are built
-  uint32_t first_mask[kRows * kTokens / 32]; // bit mask of cells that are the first of a segment
+  int32_t shrinks_end[2][kRows]; // [projection] shrink items of all segments up to this one
+  // Used to build the tables: bit (active expert, token) is set if the token begins a segment.
+  uint32_t first_mask[kRows * kTokens / 32];
 };
 
 /* Returns the true rank, limited to max_rank; 0 without factors. */
@@ -66,7 +66,7 @@ __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
 
-/* Returns the number of set bits before `end` in up to 32 words. Called by all lanes of a warp. */
+/* Returns the number of set bits in `end` (0..32) words. Called by all lanes of a warp. */
 __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
   const int lane = threadIdx.x % 32;
   return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   if (token < r.num_tokens)
     adapter = load_id(r.token_lora_mapping, token * r.token_lora_mapping.stride[0]);
   if (inside(adapter, r.max_loras)) {
-    bool enabled = true; // read last, so that all loads are in flight together
+    bool enabled = true; // tested last, so that all loads are in flight together
     if (r.adapter_enabled)
       enabled = r.adapter_enabled_bytes == 1 ? ((const uint8_t *)r.adapter_enabled)[adapter] != 0
                                              : ((const int32_t *)r.adapter_enabled)[adapter] != 0;
@@ -144,10 +144,9 @@ __device__ __forceinline__ void find_adapter(Tables &t, const moelora_routes &r,
   t.routing.scaling[token] = scaling;
 }
 
-constexpr int kCells = kRows * kTokens / kThreads; // per thread
+constexpr int kCells = kRows * kTokens / kThreads; // (active expert, token) pairs per thread
 
-/* Fills in `row` and `first_row`, once the active experts are known. A thread handles kCells cells
- * (active expert, token). */
+/* Fills in `row` and `first_row`, once the active experts are known. */
 __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
   const int token = threadIdx.x % kTokens;
 #pragma unroll
@@ -170,7 +169,7 @@ __device__ __forceinline__ void find_rows(Tables &t, const moelora_routes &r) {
 __device__ __forceinline__ void find_segments(Tables &t) {
   const int lane = threadIdx.x % 32, token = threadIdx.x % kTokens;
   const int adapter = t.routing.adapter[token], rank = t.routing.rank[token];
-  uint32_t carriers[kCells]; // tokens with this cell's adapter; 0: none, or no row
+  uint32_t carriers[kCells]; // bit mask of tokens with this cell's adapter; 0: no adapter or no row
 #pragma unroll
   for (int i = 0; i < kCells; i++) {
     const int cell = i * kThreads + threadIdx.x;
@@ -224,9 +223,9 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
          __popc(__ballot_sync(~0u, end[lane + 32] <= item));
 }
 
-/* Writes the digest of this CTA's snapshot to its place in `digests`; the first CTA also writes its
- * snapshot to `first`. Called by one warp. The digest applies the finalizer of MurmurHash3 to words
- * and their indices. */
+/* Writes the digest of this CTA's snapshot to all copies of `digests`; the first CTA also writes
+ * its snapshot to `first`. Called by one warp. The digest is the sum over all words of the
+ * finalizer of MurmurHash3, applied to the word and its index. */
 __device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
                                                  RoutingSnapshot *first) {
   const int lane = threadIdx.x % 32;
@@ -247,7 +246,7 @@ __device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
     t.digest = digest;
 }
 
-/* Compares the digests of all CTAs, once all have published theirs: each thread compares four. */
+/* Compares the digests of all CTAs with this CTA's, four per thread. All must be published. */
 __device__ __forceinline__ void compare_snapshots(Tables &t, const uint32_t *digests) {
   const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
   if (at >= ctas)

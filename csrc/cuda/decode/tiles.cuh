@@ -1,8 +1,8 @@
 /* The kernel of the single-launch layer; decode.cu describes its work items and phases.
  *
- * A W13 item has 16 outputs per warp or, gated, per pair of warps, one of which multiplies gate
- * rows, the other up rows. Weights pass through the pipelines of slabs.cuh, which stay filled from
- * the start of the kernel to its last item; shrinks load A directly to registers. */
+ * A W13 item has 16 outputs per warp; if gated, per pair of warps: one multiplies gate rows, the
+ * other up rows. Weights pass through the pipelines of slabs.cuh, which stay filled from the start
+ * of the kernel to its last item; shrinks load A directly to registers. */
 #ifndef MOELORA_CUDA_DECODE_TILES_CUH
 #define MOELORA_CUDA_DECODE_TILES_CUH
 
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         compare_snapshots(t, p.digests);
       copy_async_wait<0>();
       __syncthreads();
-      if (t.mismatch) { /* all CTAs agree, and none has written to out yet */
+      if (t.mismatch) { /* all CTAs take this branch, before they write to `out` */
         begin_again(p, t, tokens, staged, sync);
         projection = -1;
         continue;
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
-/* Bytes of shared memory per CTA for tokens on GPUs with at least kLargeShared bytes. With Hopper's
- * 227 KB, two CTAs use all but what L1 needs for factors; weights do not pass through L1. */
+/* Bytes of shared memory per CTA for tokens on GPUs with at least kLargeShared bytes. Of Hopper's
+ * 227 KB, two CTAs leave only what L1 needs for factors; weights do not pass through L1. */
 constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
 template <moelora_kernel_format FORMAT>

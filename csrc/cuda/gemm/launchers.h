@@ -1,5 +1,5 @@
-/* Launchers of the grouped GEMM kernels, one for each row of variants.inc that is built. Plain C,
- * without CUDA's headers. */
+/* Launchers of the grouped GEMM kernels, one for each variant of variants.inc that is built. Plain
+ * C, without CUDA's headers. */
 #ifndef MOELORA_CUDA_GEMM_LAUNCHERS_H
 #define MOELORA_CUDA_GEMM_LAUNCHERS_H
 
@@ -26,7 +26,8 @@ typedef moelora_status moelora_back_launcher(const struct moelora_back_launch *g
 #include "cuda/variants.inc"
 
 /* Launchers by variant id; NULL if the variant is not built (MOELORA_VARIANTS) or has another role.
- * Saving launchers run activated projections and also store the values before the activation. */
+ * Saving launchers also store the values before an activation; on Hopper, if g->before.rows is
+ * NULL, they store the rows of a PLAIN epilogue by flat row. */
 extern moelora_gemm_launcher *const moelora_cuda_gemm_launchers[MOELORA_CUDA_ROWS];
 extern moelora_gemm_launcher *const moelora_cuda_saving_launchers[MOELORA_CUDA_ROWS];
 extern moelora_back_launcher *const moelora_cuda_back_launchers[MOELORA_CUDA_ROWS];

@@ -10,7 +10,7 @@ typedef struct moelora_divisor {
   uint32_t value, magic, shift;
 } moelora_divisor;
 
-/* Returns the divisor for `value`; that for 0 must not be used. */
+/* Returns the divisor for `value`. For 0, which divide() does not accept, only `value` is valid. */
 static inline __host__ __device__ moelora_divisor moelora_divisor_of(uint32_t value) {
   moelora_divisor d = {value, 0, 0};
   if (value == 0)

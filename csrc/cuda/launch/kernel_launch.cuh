@@ -4,11 +4,11 @@
 
 #include "cuda/launch/launch.h"
 
-/* Shared memory per CTA that all GPUs from sm_80 on support. */
+/* Bytes of shared memory per CTA that all GPUs from sm_80 on support. */
 constexpr size_t kPortableShared = 99 * 1024;
 
-/* CTAs of 256 threads per SM for kernels that need little more than 32 registers: by itself, ptxas
- * for sm_100 limits them to 32 and spills. 0: ptxas chooses. */
+/* __launch_bounds__ of 256-thread kernels that need slightly more than 32 registers: CTAs per SM.
+ * For sm_100, ptxas would limit them to 32 registers and spill. 0: ptxas chooses. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int kLightResident = 6;
 #else
@@ -56,9 +56,9 @@ template <auto KERNEL> cudaError_t allow_all_shared(const moelora_exec *exec) {
 }
 
 /* Sets `blocks` to the number of blocks of KERNEL, in clusters of CLUSTER, that are resident at
- * once on the device of `exec`. Queried rather than computed: a cluster lies within a GPC, and may
- * not fill it. Queried once per device, after allow_all_shared(): all launches of a kernel on a
- * device have the same threads and shared memory. Concurrent calls write the same values. */
+ * once on the device of `exec`. Asks the driver, since clusters may not fill a GPC. One query per
+ * device suffices, since all launches of a kernel on a device have the same threads and shared
+ * memory; concurrent calls write the same values. */
 template <auto KERNEL, int CLUSTER = 1>
 cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec *exec,
                             int64_t *blocks) {
@@ -85,8 +85,8 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
   return cudaSuccess;
 }
 
-/* Launches KERNEL(args...) with `blocks` blocks, in clusters of CLUSTER. With OVERLAPS, it may
- * start while the previous kernel drains (PDL), so the kernel must call wait_for_previous_kernel()
+/* Launches KERNEL(args...) with `blocks` blocks, in clusters of CLUSTER. With OVERLAPS (PDL), the
+ * kernel may start while the previous kernel drains, and must call wait_for_previous_kernel()
  * before it accesses memory. */
 template <auto KERNEL, int CLUSTER = 1, bool OVERLAPS = true, class... Args>
 moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
@@ -104,7 +104,7 @@ moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size
   return moelora_cuda_check(cudaLaunchKernelEx(&config, KERNEL, args...), name);
 }
 
-/* Launches up to `work` blocks, as many as a grid allows, without PDL. */
+/* Launches `work` blocks, or the most that a grid allows, without PDL. */
 template <auto KERNEL, class... Args>
 moelora_status launch_grid(const char *name, int64_t work, int threads, const moelora_exec *exec,
                            Args... args) {
@@ -114,7 +114,7 @@ moelora_status launch_grid(const char *name, int64_t work, int threads, const mo
                                          exec, args...);
 }
 
-/* Dynamic shared memory that needs no opt-in: 48 KiB, less 8 KiB for static memory. */
+/* Bytes of dynamic shared memory that need no opt-in: 48 KiB, less 8 KiB for static memory. */
 constexpr size_t kDefaultShared = (48 - 8) << 10;
 
 /* Calls launch_blocks(), after an opt-in if shared memory exceeds kDefaultShared. */
@@ -126,8 +126,8 @@ moelora_status launch_sized(const char *name, int64_t blocks, int threads, size_
   return launch_blocks<KERNEL>(name, blocks, threads, shared_bytes, exec, args...);
 }
 
-/* Launches at most `waves` times as many blocks as are resident at once; the kernel loops over
- * `work` blocks. */
+/* Launches `work` blocks, but at most `waves` times as many as are resident at once. The blocks
+ * must loop over all of `work`. */
 template <auto KERNEL, int CLUSTER = 1, class... Args>
 moelora_status launch_waves(int waves, const char *name, int64_t work, int threads,
                             size_t shared_bytes, const moelora_exec *exec, Args... args) {
@@ -148,9 +148,8 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Calls launch_kernel(), but without PDL if `work` does not fill the GPU. The previous kernel frees
- * its SMs one by one: with PDL the first free ones could take all blocks and leave none for the
- * last. */
+/* Calls launch_kernel(), but without PDL if `work` does not fill the GPU. With PDL, the SMs that
+ * the previous kernel frees first could get all blocks, and the other SMs none. */
 template <auto KERNEL, class... Args>
 moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
@@ -173,8 +172,8 @@ moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t 
 }
 
 /* Launches KERNEL(args...) cooperatively, with at most `per_sm` blocks per SM and at most `work`
- * blocks, without PDL. Sets `fits` to false, and launches nothing, if the context has fewer SMs
- * than the device, as a green context does. */
+ * blocks, without PDL. Sets `fits` to false, and launches nothing, if not all blocks can be
+ * resident: a green context has fewer SMs than the device. */
 template <auto KERNEL, class... Args>
 moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
                                   int per_sm, const moelora_exec *exec, bool *fits, Args... args) {

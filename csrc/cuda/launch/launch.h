@@ -16,14 +16,14 @@ MOELORA_BEGIN_C
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
-/* Returns the ranks of a slice of the shrink output, padded so that a k16 slab never covers two
- * slices. */
+/* Returns the columns of a slice of the shrink output: the rank, rounded up to 16 so that a k16
+ * step never covers two slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
-/* Rows of one expert that carry one adapter. They are consecutive by position, up to `share` per
- * block. */
+/* Rows of one expert that carry one adapter: `count` rows from `position` on, not counting padding.
+ * The blocks of the expert hold `share` rows each, until its last row. */
 typedef struct moelora_segment {
   int32_t packed; /* adapter * kRanks + true rank; -1: nothing to add */
   int32_t position, count, share;
@@ -37,17 +37,17 @@ typedef struct moelora_segment {
  * an expert are distributed evenly over the smallest sufficient number of blocks, in multiples of
  * `grain`. The blocks of a `cluster` belong to one expert; the last of them may be empty. */
 typedef struct moelora_blocks {
-  int32_t rows; /* 1, with a cluster of 1: rows are not padded */
+  int32_t rows; /* rows per block; if 1, with a cluster of 1, rows are not padded */
   int16_t cluster;
-  int16_t grain; /* rows are distributed over an expert's blocks in multiples of this */
+  int16_t grain;
   int64_t max_blocks;
   int32_t *sorted_ids; /* [max_blocks * rows] flat row p; P in padding */
   int32_t *expert_ids; /* [max_blocks] */
   int32_t *counts;     /* [max_blocks] */
-  int32_t *pairs; /* [max_blocks] an expert's blocks are paired, except for the last one if their
-                     number is odd. The first of a pair has the number of rows of the second, the
-                     second minus that of the first, unpaired ones 0. NULL: not requested */
-  int32_t *packed_ranks; /* [max_blocks * rows] -1: base row or padding; NULL: no adapters */
+  int32_t *pairs; /* [max_blocks] Two consecutive blocks of an expert are a pair: the entry of the
+                     first is the count of the second, the entry of the second is minus the count of
+                     the first. 0: a last block without a partner. NULL: not requested */
+  int32_t *packed_ranks; /* [max_blocks * rows] -1: no adapter, or padding; NULL: no adapters */
   int32_t *positions;    /* [P] position of each flat row, -1 if skipped; NULL: not requested */
   float *weights;        /* [max_blocks * rows] routing weights; NULL: not requested */
   /* [num_experts * (max_loras + 1)] adapter l of expert e at e * (max_loras + 1) + 1 + l, preceded
@@ -93,7 +93,7 @@ typedef struct moelora_weight_rows {
   bool vectors;         /* x, w and out allow 16-byte accesses */
   bool factors_vectors; /* factors B allow 16-byte accesses */
   bool factors_boxes;   /* each slice of B has a tensor map */
-  bool read_again;      /* other clusters read w, too: weights_again of the plan */
+  bool read_again;      /* weights_again of the plan: other clusters read the same w */
 } moelora_weight_rows;
 
 /* Adapters of a projection, and the shrink output between A and B. */
@@ -101,7 +101,7 @@ typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink output */
   int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
   moelora_factors lora;        /* num_slices == 0: none */
-  const int32_t *one_a; /* [max_loras]; nonzero: A of slice 0 serves both slices; NULL: none */
+  const int32_t *one_a; /* [max_loras] nonzero: both slices use A of slice 0; NULL: none does */
 } moelora_lora_operands;
 
 /* e4m3 rows by position, for the FP8 kernels of Hopper; see moelora_quantize_launch for the
@@ -121,17 +121,16 @@ typedef struct moelora_epilogue {
   moelora_activation_problem activation; /* gated projections, or relu2; otherwise none */
   bool plain_silu;                       /* silu without a limit, tested once instead of per tile */
   bool weighted;
-  bool out_by_position; /* rows are out_stride[0] apart */
-  void *out; /* otherwise row p is at (p / top_k) * out_stride[0] + (p % top_k) * out_stride[1] */
+  bool out_by_position; /* out is [position, n_out]; otherwise [M, top_k, n_out] */
+  void *out;
   int64_t out_stride[2];
-  /* out, quantized for the next projection, by the FP8 kernels of Hopper with 256 weight rows;
-   * out_unread: out itself is not stored */
+  /* FP8 kernels of Hopper with tiles of 256 weight rows also store `out` quantized, for the next
+   * projection; out_unread: they only store it quantized */
   moelora_quantized_rows e4m3;
   bool out_unread;
 } moelora_epilogue;
 
-/* Values before the activation of a gated or activated projection, saved for the backward: rows of
- * w's outputs, by flat row. */
+/* Outputs of w before the activation, which a forward saves for the backward, by flat row. */
 typedef struct moelora_before_activation {
   void *rows; /* [P, N]; NULL: not saved */
   int64_t stride;
@@ -146,22 +145,22 @@ typedef struct moelora_gemm_launch {
   moelora_weight_rows weights;
   moelora_lora_operands adapters;
   moelora_epilogue epilogue;
-  moelora_before_activation before; /* used by kernels that save them */
+  moelora_before_activation before; /* used by the saving launchers only */
 } moelora_gemm_launch;
 
 /* Shrink of the same rows:
  *   xa[position, slice * xa_slice + r] = round(scaling[l] * x A[l, e]^T), zero from the true rank
- * to the next multiple of 16. Base rows are not written. */
+ * to the next multiple of 16. Rows without an adapter are not written. */
 typedef struct moelora_shrink_launch {
   moelora_schedule schedule;
   moelora_tokens tokens;
   moelora_lora_operands adapters;
   const float *scalings; /* [max_loras] or NULL */
-  float unit;            /* factor of all of xa */
-  void *xa;              /* output, the later adapters.xa */
-  bool by_row; /* xa is ordered by flat row, with any strides; only shrinks of whole segments write
-                  it so */
-  bool by_adapter; /* CTAs take listed segments adapter by adapter */
+  float unit;            /* multiplies all of xa */
+  void *xa;              /* output: adapters.xa of the projection */
+  bool by_row;     /* xa is ordered by flat row, with any strides; only shrinks of whole segments
+                      support this */
+  bool by_adapter; /* CTAs process listed segments adapter by adapter */
 } moelora_shrink_launch;
 
 /* Sum over top_k:
@@ -172,10 +171,10 @@ typedef struct moelora_sum_launch {
   int64_t z_stride;
   /* Layers: position in z of each flat row. */
   const int32_t *positions; /* [P] -1: skipped; NULL: a delta, z is [P] */
-  bool by_row;              /* rows of z are by flat row; positions only tell which are skipped */
+  bool by_row;              /* z is ordered by flat row; positions only mark the skipped rows */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* Deltas: which flat rows of z the expand has written. Tokens without one are not stored. */
+  /* Deltas: nonzero for the flat rows of z that exist. Tokens without such a row are not stored. */
   const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
   int32_t max_rank;
   bool add;  /* accumulate into out */
@@ -184,31 +183,31 @@ typedef struct moelora_sum_launch {
   int32_t columns;
 } moelora_sum_launch;
 
-/* align/resolve.cu: copies the caller's tables into the workspace. The originals may change while
- * kernels run, e.g. if an adapter is disabled from another stream, and kernels that read them again
- * would disagree. The take functions return the routes or lists with tables in the arena: dense
- * local experts, adapters that exist and are enabled, -1 for skipped ids. expert_map is only kept
- * if requested, and then marks the local experts; ids are already mapped. */
+/* align/resolve.cu: copies the caller's tables into the workspace, because another stream may
+ * change the originals during the call (e.g. disable an adapter), and kernels must not see both
+ * states. The take functions allocate the copies: dense ids of local experts and of enabled
+ * adapters, -1 if skipped. The ids are already mapped; expert_map is kept only if `with_map`, to
+ * mark the local experts. */
 moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
                                         moelora_arena *arena);
 moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists, int32_t max_loras,
                                             bool with_counts, moelora_arena *arena);
-/* Writes the tables of `to` (and `to_lists`, may be NULL) from the caller's. `overlaps`: may start
- * before the previous kernel has finished. */
+/* Writes the tables of `to` and, unless NULL, of `to_lists` from the caller's. overlaps: the kernel
+ * may start before the previous one has finished. */
 moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
                                     const moelora_list_blocks *from_lists,
                                     const moelora_list_blocks *to_lists, bool overlaps,
                                     const moelora_exec *exec);
 
-/* Scratch memory of the sorts of an alignment; NULL if not needed. */
+/* Scratch memory that an alignment needs to sort; members are NULL if not needed. */
 typedef struct moelora_sort_scratch {
   uint32_t *table;
   int32_t *order;                          /* [M] */
   int32_t *row, *expert, *adapter, *count; /* [P], [P], [P], [1] */
 } moelora_sort_scratch;
 
-/* align/align.cu: take_scratch allocates the scratch memory, align_rows fills `blocks`. If `from`
- * is not NULL, align_rows first resolves it into `routes`, after the previous kernel. */
+/* align/align.cu: take_scratch allocates the scratch memory, align_rows fills `blocks`. Unless
+ * `from` is NULL, align_rows first waits for the previous kernel and resolves it to `routes`. */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,
@@ -225,7 +224,7 @@ typedef struct moelora_sorted_rows {
   moelora_segment *segments;       /* as in moelora_blocks; NULL: not listed */
   moelora_sort_scratch scratch;
 } moelora_sorted_rows;
-/* align/align.cu: allocate and fill them. */
+/* align/align.cu: take_sorted allocates sorted rows, sort_rows fills them. */
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                              const moelora_align_plan *plan, moelora_arena *arena);
 moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
@@ -248,11 +247,11 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
-  /* Blocks that use the rows by position, as in moelora_blocks; written before the previous kernel.
-   * NULL: all rows are used. */
+  /* As in moelora_blocks, if x is ordered by position; written before the previous kernel. NULL:
+   * all rows are used. */
   const int32_t *num_post, *counts;
   moelora_divisor block; /* divides by the rows of a block */
-  bool early; /* all inputs were written before the previous kernel, so reading overlaps it */
+  bool early; /* all inputs were written before the previous kernel: read without waiting for it */
   int32_t k;
   moelora_dtype dtype;
   bool bytes;
@@ -276,13 +275,13 @@ moelora_status moelora_cuda_sum(const moelora_sum_launch *s, const moelora_varia
 /* decode/decode.cu: runs the whole layer in one launch. */
 size_t moelora_cuda_decode_workspace(const moelora_experts_problem *problem,
                                      const moelora_exec *exec);
-/* Sets `fits` to false, and launches nothing, if its CTAs cannot all be resident. */
+/* Sets `fits` to false, and launches nothing, if the CTAs cannot all be resident. */
 moelora_status moelora_cuda_decode(const moelora_experts_problem *problem,
                                    const moelora_experts_plan *plan, const moelora_exec *exec,
                                    bool *fits);
 
-/* backend.cu: returns MOELORA_OK, or the failure of a CUDA call with its name. Clears the error,
- * so that the next call works. */
+/* backend.cu: returns MOELORA_OK, or a failure that names the CUDA call `what`. Clears the error,
+ * so that later calls do not report it again. */
 moelora_status moelora_cuda_check(cudaError_t error, const char *what);
 int32_t moelora_cuda_num_sms(int32_t device_index);
 /* Returns whether the code loaded on the device supports programmatic dependent launch. */

@@ -1,6 +1,6 @@
 /* Device helpers that map ids to local experts and enabled adapters, and that address LoRA factors.
- * Functions of N ids keep their loads in flight together; an id out of range reads entry 0 and
- * discards the result. */
+ * Functions of N ids issue all N loads before using one: for an id out of range, they load entry 0
+ * and discard it. */
 #ifndef MOELORA_CUDA_ROUTES_CUH
 #define MOELORA_CUDA_ROUTES_CUH
 
@@ -60,13 +60,13 @@ __device__ __forceinline__ void active_adapters(const moelora_routes &routes, Lo
       id[u] = -1;
 }
 
-/* Returns the true rank of an existing adapter in a stack of max_rank; 0: it adds nothing. */
+/* Returns an adapter's true rank, limited to max_rank; 0: it adds nothing. `adapter` must exist. */
 __device__ __forceinline__ int true_rank(const moelora_routes &routes, int32_t adapter,
                                          int32_t max_rank) {
   return routes.lora_ranks ? max(0, min(routes.lora_ranks[adapter], max_rank)) : max_rank;
 }
 
-/* A flat row with its expert and adapter; -1: none. */
+/* A flat row with its expert and its adapter; -1: none. */
 struct RoutedRow {
   int32_t row = -1, expert = -1, adapter = -1;
 };

@@ -1,10 +1,10 @@
-/* Exchanges of values within a warp. */
+/* Functions that exchange values within a warp. */
 #ifndef MOELORA_CUDA_WARP_CUH
 #define MOELORA_CUDA_WARP_CUH
 
 #include <stdint.h>
 
-/* Makes a value that all lanes hold warp-uniform for the compiler. */
+/* Returns a value that is the same in all lanes, so that the compiler knows it is warp-uniform. */
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
@@ -20,11 +20,11 @@ template <class Value> __device__ __forceinline__ Value warp_inclusive_sum(Value
   return value;
 }
 
-/* Permutes 32 consecutive 16-bit elements, of which lane c of four holds 8c to 8c + 7. Returns a
- * lane's registers of an mma operand for the first 16 (.x, .y) and for the last 16 (.z, .w). On
- * Hopper the order of the products of an mma does not change its result, so both operands may be
- * permuted within the 16. Older GPUs add eight products at a time: these must be the eight of the
- * instruction's layout. */
+/* Exchanges 32 consecutive 16-bit elements within a quad. Lane c of four passes elements 8c to
+ * 8c + 7. It gets its registers of an mma operand for the first 16 elements in .x and .y, and for
+ * the last 16 in .z and .w. From Hopper on, the order of K within an mma does not change the
+ * result, so the 16 may be permuted, equally in both operands. Older GPUs add eight products at a
+ * time, so each eight must consist of the elements that the instruction's layout names. */
 __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   const bool low = threadIdx.x % 4 < 2;
   const uint32_t first = __shfl_xor_sync(~0u, low ? v.z : v.x, 2);
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   return v;
 }
 
-/* Returns the sum over four neighboring lanes to all of them. */
+/* Returns the sum over the quad to each of its four lanes. */
 template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);

@@ -1,4 +1,4 @@
-/* Alignment of a layer's rows, forward or backward, in its workspace. */
+/* Aligns the rows of a layer, forward or backward, in its workspace. */
 #ifndef MOELORA_CUDA_ALIGNMENT_CUH
 #define MOELORA_CUDA_ALIGNMENT_CUH
 

@@ -47,8 +47,8 @@ moelora_gemm_launch projection(const Alignment *a, const moelora_routes *routes,
 
 moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *variant,
                            const moelora_projection_plan *plan, const moelora_exec *exec) {
-  // Kernels for training store the values before the activation, or the rows of a PLAIN epilogue by
-  // flat row.
+  // The saving launchers also store values before the activation. On Hopper, only they can store
+  // the rows of a PLAIN epilogue by flat row.
   const bool by_row = !g->epilogue.out_by_position && plan->epilogue == MOELORA_EPILOGUE_PLAIN &&
                       variant->needs == MOELORA_SM90;
   moelora_gemm_launcher *const launch = g->before.rows || by_row
@@ -60,7 +60,7 @@ moelora_status launch_gemm(const moelora_gemm_launch *g, const moelora_variant *
 /* Buffers for the quantized x of a projection with W8A8 weights. */
 struct QuantizedRows {
   moelora_quantized_rows to; // values NULL: not quantized
-  bool early;                // x is the caller's, not the output of a kernel
+  bool early;                // x is the caller's, not the output of an earlier kernel of the layer
 };
 
 QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *variant,
@@ -105,7 +105,7 @@ moelora_status quantize(const QuantizedRows *q, const moelora_gemm_launch *g,
   return moelora_cuda_quantize_rows(&launch, exec);
 }
 
-/* Describes the tokens that a projection's kernel reads after quantization. */
+/* Returns the tokens that a projection's kernel reads after quantization. */
 moelora_tokens quantized_tokens(const QuantizedRows *q, const moelora_tokens *from,
                                 const moelora_variant *variant) {
   moelora_tokens tokens = *from;
@@ -312,7 +312,7 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
 
 namespace {
 
-/* Returns the plan for separate launches, for layers that do not fit a single launch. */
+/* Returns the plan for separate launches of a layer that was planned as a single launch. */
 moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   moelora_experts_plan staged = *plan;
   staged.variant = plan->staged;

@@ -4,8 +4,8 @@
  * shared memory in whole cache lines; then each thread gathers the 16 bytes that a lane of the GEMM
  * loads at once, and stores them, so that stores are contiguous.
  *
- * Unpacking: a CTA dequantizes a tile as a warp of the GEMM does, and writes it as rows. The
- * values are bit-identical to those that the GEMM multiplies. */
+ * Unpacking: a CTA dequantizes a tile as four warps of the GEMM do, applies the factors that the
+ * GEMM applies to accumulators (TileFragment::unpack), and writes the tile as rows. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/kernel_launch.cuh"
@@ -18,11 +18,11 @@ constexpr int kRows = MOELORA_PACK;
 
 constexpr int PACK_THREADS = 256;
 constexpr int AT_ONCE = 4;
-constexpr int TILE_BYTES = kRows / 2;               // per row of a tile
-constexpr int LINE = AT_ONCE * TILE_BYTES;          // per row of all tiles
+constexpr int TILE_BYTES = kRows / 2;               // bytes per row of a tile
+constexpr int LINE = AT_ONCE * TILE_BYTES;          // bytes per row of AT_ONCE tiles
 constexpr int PITCH = LINE + (int)sizeof(uint32_t); // avoids bank conflicts between eight rows
 
-/* Copies 16 bytes of a row of values from byte `at` on to shared memory; zeros past the end. */
+/* Copies 16 bytes of a row, from byte `at` on, to shared memory; zeros from byte `bytes` on. */
 template <bool VECTORS>
 __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int64_t bytes,
                                             uint32_t *to) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int6
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-/* Clears each 8 of 16 bytes of values if their shared e4m3 scale is 0. */
+/* Zeroes each half of 16 bytes of values whose e4m3 scale is 0. */
 __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &p, int64_t expert,
                                                int64_t n, int64_t at, uint32_t *values) {
   const uint8_t *scales =
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
                        depth_tile * w.stride_kt;
     for (int v = thread; v < moelora_tile_size(w.format) / 16; v += UNPACK_THREADS)
       ((uint4 *)tile)[v] = ((const uint4 *)from)[v];
-    __syncthreads(); // all threads have read the previous rows
+    __syncthreads(); // `tile` is complete, and all threads have read the previous rows
     TileFragment<FORMAT, T> fragment;
     fragment.load(shared_address(tile), warp, w.format);
     uint32_t a[4][4];

@@ -37,7 +37,7 @@ int64_t tiles_of(const moelora_quantized_problem *p) {
 
 /* ---- packing ---- */
 
-/* Loads 16 columns of a row, of which `left` are valid; zeros past the end. */
+/* Loads 16 columns of a row; zeros from column `left` on. */
 template <bool VECTORS>
 __device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
   uint4 v = make_uint4(0, 0, 0, 0);

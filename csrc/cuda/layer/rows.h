@@ -6,7 +6,7 @@
 
 MOELORA_BEGIN_C
 
-/* A copy to[p] = from[p], times its routing weight if weighted, rounded; zero in skipped rows. */
+/* Describes to[p] = from[p], times its routing weight if `weighted`, rounded; 0 in skipped rows. */
 typedef struct moelora_row_copy {
   const void *from; /* [M, top_k, columns] */
   int64_t from_stride[2];
@@ -16,7 +16,7 @@ typedef struct moelora_row_copy {
   int64_t columns;
 } moelora_row_copy;
 
-/* Reads resolved routes. */
+/* Copies rows; `routes` must be resolved. */
 moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c, const moelora_routes *routes,
                                       moelora_dtype dtype, const moelora_exec *exec);
 /* Zeroes the skipped rows of `out` [M, top_k, columns], which has 16-bit elements. */
@@ -24,12 +24,12 @@ moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out
                                          const int64_t stride[2], int64_t columns,
                                          const moelora_exec *exec);
 
-/* A copy of a projection's shrink outputs from positions to flat rows. */
+/* Describes a copy of a projection's shrink outputs from positions to flat rows. */
 typedef struct moelora_saved_shrink {
   int32_t slices, max_rank;
   const void *xa; /* [position, slices, xa_slice] */
   int64_t xa_slice;
-  int32_t deferred_exponent; /* bf16: xa is too small by 2^deferred_exponent (INT4); otherwise 0 */
+  int32_t deferred_exponent; /* xa is too small by 2^this; see moelora_deferred_exponent() */
   void *to;                  /* [P, slices, max_rank]; NULL: none */
   int64_t stride[2];
 } moelora_saved_shrink;

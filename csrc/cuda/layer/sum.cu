@@ -44,8 +44,8 @@ struct DeltaRows {
   }
 };
 
-/* Adds weight times WIDTH neighboring columns to `sum`; WIDTH is 1, or fills 16 bytes. Rows are
- * read once, so L2 evicts them before the rows that the previous kernel wrote last. */
+/* Adds weight times WIDTH neighboring columns to `sum`; WIDTH is 1, or fills 16 bytes. Each row is
+ * read once: __ldcs makes L2 evict it before rows that are still to be read. */
 template <int WIDTH, class T>
 __device__ __forceinline__ void add_columns(float (&sum)[WIDTH], const T *from, float weight) {
   __align__(16) T chunk[WIDTH];

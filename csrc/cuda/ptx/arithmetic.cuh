@@ -1,4 +1,4 @@
-/* Arithmetic in PTX, where the compiler's choice of instructions is worse. */
+/* Arithmetic in PTX, where the compiler would choose worse instructions. */
 #ifndef MOELORA_CUDA_PTX_ARITHMETIC_CUH
 #define MOELORA_CUDA_PTX_ARITHMETIC_CUH
 
@@ -14,15 +14,16 @@ template <class T> __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t
   return d;
 }
 
-/* Returns (a & mask) | bits. With two constants, the compiler emits two instructions. */
+/* Returns (a & mask) | bits. In PTX, because the compiler emits two instructions if mask and bits
+ * are constants. */
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
   return d;
 }
 
-/* Returns the bytes of x as PTX's prmt selects them. Bit 3 of a selector copies the byte's sign bit
- * to all of its bits, which __byte_perm ignores. */
+/* Returns the bytes that PTX's prmt selects. Unlike __byte_perm, it obeys bit 3 of a selector,
+ * which replicates the sign bit of the selected byte. */
 template <int SELECTOR> __device__ __forceinline__ uint32_t select_bytes(uint32_t x) {
   uint32_t d;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(x), "n"(SELECTOR));
@@ -71,8 +72,8 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   return a;
 }
 
-/* Multiplies x by `by` in place. If the compiler could move products of accumulators, it would keep
- * both, and ptxas would serialize the wgmmas for want of registers. */
+/* Multiplies x by `by` in place. If the compiler could move the multiplication, it would keep
+ * accumulators and products alive, and ptxas would serialize the wgmmas for lack of registers. */
 __device__ __forceinline__ void multiply_in_place(float &x, float by) {
   asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(by));
 }
@@ -90,9 +91,9 @@ __device__ __forceinline__ float sigmoid_of_power(float x) {
   return y;
 }
 
-/* Returns g' sigmoid(g' (a + b g'^2)) (u' + c); gate_limit and limit clamp g' and u'; a and b
- * include a factor of -log2(e). A single asm statement: otherwise the compiler interleaves all
- * outputs of a thread and runs out of registers. */
+/* Returns g sigmoid(g (a + b g^2)) (u + c) with g = min(gate, gate_limit) and u = up, clamped to
+ * +-limit. The caller multiplies a and b by -log2(e). One asm statement computes all, because the
+ * compiler would interleave the outputs of a thread and run out of registers. */
 __device__ __forceinline__ float gated_activation(float gate, float up, float a, float b, float c,
                                                   float gate_limit, float limit) {
   float y;
@@ -117,7 +118,7 @@ __device__ __forceinline__ float gated_activation(float gate, float up, float a,
   return y;
 }
 
-/* Returns gated_activation with the constants of silu, without a limit. */
+/* Returns gate sigmoid(gate) up. */
 __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   float y;
   asm volatile("{\n"
@@ -134,8 +135,8 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   return y;
 }
 
-/* to = cap tanh(x / cap). With z = x / cap, this is x (1 + z^2 p(z^2)) for |z| < 1/4. Otherwise it
- * is cap (1 - 2 / (1 + exp(2 |z|))), which does not cancel there, with the sign of x. */
+/* to = cap tanh(z) with z = x / cap: if |z| < 1/4, the polynomial x (1 + z^2 p(z^2)); otherwise
+ * cap (1 - 2 / (1 + exp(2 |z|))) with the sign of x. The latter would cancel near 0. */
 #define MOELORA_PTX_SOFT_CAP(to, x, cap, inverse)                                                  \
   "mul.f32 z, " x ", " inverse ";\n"                                                               \
   "abs.f32 t, z;\n"                                                                                \
@@ -153,8 +154,9 @@ __device__ __forceinline__ float silu_and_mul(float gate, float up) {
   "fma.rn.f32 " to ", " to ", z, " x ";\n"                                                         \
   "selp.f32 " to ", " to ", t, near;\n"
 
-/* Returns alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit), given both caps and
- * their reciprocals. The sigmoid is applied before up, so that 0 never meets infinity. */
+/* Returns alpha tanh(gate / alpha) sigmoid(gate) * limit tanh(up / limit), given alpha, limit and
+ * their reciprocals. The gate is multiplied by its sigmoid first: gate * up could overflow, and
+ * infinity times a sigmoid of 0 is NaN. */
 __device__ __forceinline__ float soft_capped_activation(float gate, float up, float alpha,
                                                         float inverse_alpha, float limit,
                                                         float inverse_limit) {
@@ -176,7 +178,7 @@ __device__ __forceinline__ float soft_capped_activation(float gate, float up, fl
   return y;
 }
 
-/* Returns cap tanh(x / cap), and in `slope` its derivative. */
+/* Returns cap tanh(x / cap), and sets `slope` to its derivative. `inverse` is 1 / cap. */
 __device__ __forceinline__ float soft_cap(float x, float cap, float inverse, float &slope) {
   const float z = x * inverse, r = sigmoid_of_power(2.8853900817779268f * fabsf(z));
   slope = 4.f * r * (1.f - r);

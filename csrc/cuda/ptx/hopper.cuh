@@ -104,7 +104,8 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
-/* Issues a bulk copy to both CTAs of a cluster; it completes a barrier in each of them. */
+/* Issues a bulk copy to both CTAs of a cluster. In each, it writes at the offset of `to` and
+ * completes the bytes on the barrier at the offset of `barrier`. */
 __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *from, uint32_t bytes,
                                                     uint32_t barrier, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -113,7 +114,7 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t to, const void *fro
                : "memory");
 }
 
-/* Issues a TMA load to both CTAs of a cluster; it completes a barrier in each of them. */
+/* Issues a TMA load to both CTAs of a cluster, as bulk_load_multicast(). */
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, int c2, int c3, uint32_t barrier,
                                                       uint64_t policy) {
@@ -150,8 +151,8 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, int c0, int
                : "memory");
 }
 
-/* Waits until all of this thread's stores except the last PENDING have read shared memory, or
- * until all have completed. */
+/* tma_store_wait_read() waits until all of this thread's stores except the last PENDING have read
+ * shared memory; tma_store_wait() waits until all have completed. */
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
@@ -184,8 +185,8 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives on the barrier of CTA `rank`. A release at cluster scope would fence all of global
- * memory; the default orders the reads of the stage before the arrival, which suffices. */
+/* Arrives on the barrier of CTA `rank`. The default, a release at CTA scope, suffices to order this
+ * thread's reads of a stage before the arrival; at cluster scope it would fence global memory. */
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
@@ -236,15 +237,16 @@ template <int COUNT> __device__ __forceinline__ void fence_accumulators(float *d
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Returns the matrix descriptor of a K-major tile of 128-byte rows, 128-byte swizzle: contiguous
- * 8-row atoms of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 elements. */
+/* Returns the matrix descriptor of a K-major tile of 128-byte rows with 128-byte swizzle:
+ * contiguous 8-row atoms of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 16-bit
+ * elements. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);
 }
 
-/* Returns the matrix descriptor of a K-major tile with rows of `steps` k16 steps (1, 2 or 4) and a
- * swizzle as wide as a row. */
+/* Returns the matrix descriptor of a K-major tile whose rows have 16 * `steps` 16-bit elements
+ * (steps is 1, 2 or 4) and whose swizzle is as wide as a row. */
 __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
   const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
@@ -268,7 +270,7 @@ template <int THREADS = 128> __device__ __forceinline__ void warpgroup_sync(int 
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-/* Stores 8x8 matrices of 16-bit elements to shared memory. */
+/* Stores four 8x8 matrices of 16-bit elements to shared memory. */
 __device__ __forceinline__ void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c,
                                                 uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a),

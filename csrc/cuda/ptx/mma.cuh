@@ -9,7 +9,7 @@
 
 #include "cuda/ptx/pdl.cuh"
 
-/* add_times_zero returns the packed sum + 0 * v, which stays 0 as long as v is finite. */
+/* add_times_zero returns the packed sum + 0 * v: if v is infinite or NaN, the sum becomes NaN. */
 template <class T> struct Element;
 template <> struct Element<__nv_bfloat16> {
   static constexpr bool is_bf16 = true;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int
                : "memory");
 }
 
-/* Copies as above if `wanted`; otherwise `from` may be anything. NEAR is the L2 prefetch size. */
+/* Copies as above if `wanted`; otherwise `from` may be anything. NEAR: bytes of the L2 prefetch. */
 template <int NEAR = 128>
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes,
                                               bool wanted) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, bool
                : "memory");
 }
 
-/* Returns from + row * bytes. In PTX, because the compiler would hoist row * bytes out of a loop,
- * at the cost of two registers. */
+/* Returns the address row * bytes bytes after `from`. In PTX, because the compiler would hoist the
+ * product out of a loop, at the cost of two registers. */
 template <class T>
 __device__ __forceinline__ const T *row_address(const T *from, uint32_t row, uint32_t bytes) {
   const T *at;
@@ -114,7 +114,7 @@ template <class T> __device__ __forceinline__ uint4 load_elements(const T *from,
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Copies what load_elements() loads to shared memory. */
+/* Copies `count` (0..8) elements to shared memory, zero-filled to 8. */
 template <class T>
 __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
   store_shared_16(to, load_elements(from, count));
@@ -122,13 +122,13 @@ __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int co
 
 /* Access pattern of a load. */
 enum class Read {
-  STREAMED, // by this warp only: bypasses L1
-  SHARED,   // also by other warps of the SM: through L1
-  CONSTANT, // as STREAMED, of memory that is constant during the kernel: non-coherent
-  WRITTEN,  // the kernel may have written it; the address is generic, it may be shared memory
+  STREAMED, // only this warp reads the data: bypasses L1
+  SHARED,   // other warps of the SM read the data, too: allocates in L1
+  CONSTANT, // as STREAMED, and the data is constant during the kernel: non-coherent load (.nc)
+  WRITTEN,  // this kernel may have written the data: generic load, also from shared memory
 };
 
-/* Loads 4 bytes, or zero if not `valid`. The kernel may have written them. */
+/* Loads 4 bytes, or zero if not `valid`. This kernel may have written them. */
 __device__ __forceinline__ uint32_t load_4(const uint16_t *from, bool valid) {
   uint32_t v;
   asm volatile("{\n"
@@ -224,11 +224,11 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
   return v;
 }
 
-/* Stores at `at` + OFFSET. */
+/* Stores 2 bytes at `at` + OFFSET. */
 template <int OFFSET> __device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
   asm volatile("st.shared.b16 [%0 + %2], %1;" ::"r"(at), "h"(v), "n"(OFFSET) : "memory");
 }
-/* Stores 2 bytes, and 4 bytes to the next word. */
+/* Stores 2 bytes at `at` and 4 bytes at `at` + 4. */
 __device__ __forceinline__ void store_shared_2_4(uint32_t at, int16_t v, int32_t next) {
   asm volatile("st.shared.b16 [%0], %1;\n"
                "st.shared.b32 [%0 + 4], %2;" ::"r"(at),
@@ -274,7 +274,7 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
                : "memory");
 }
 
-/* Adds a[16, 16] b[8, 16]^T to d[16, 8]. Thread t holds rows t/4 and t/4 + 8 of d, columns 2(t%4)
+/* Adds a[16, 16] b[8, 16]^T to d[16, 8]. Lane t holds rows t/4 and t/4 + 8 of d, columns 2(t%4)
  * and 2(t%4) + 1. */
 template <class T>
 __device__ __forceinline__ void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {

@@ -1,16 +1,16 @@
-/* Programmatic dependent launch (PDL). No-ops before sm_90, and after an ordinary launch. */
+/* Programmatic dependent launch (PDL): no-ops before sm_90 and in launches without PDL. */
 #ifndef MOELORA_CUDA_PTX_PDL_CUH
 #define MOELORA_CUDA_PTX_PDL_CUH
 
-/* Lets the next kernel of the stream start. It must call wait_for_previous_kernel() before it
- * accesses memory that this kernel reads or writes. */
+/* Lets the next kernel of the stream start, once all CTAs have called this or exited. That kernel
+ * must call wait_for_previous_kernel() before it accesses memory that this one reads or writes. */
 __device__ __forceinline__ void start_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* Waits until all writes of the previous kernel are visible. */
+/* Waits until the previous kernel has completed and its writes are visible. */
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,11 +1,11 @@
 /* Wgmma<N>::mma(d, a, b): d[64, N] += A[64, 16] B[N, 16]^T for one warpgroup. A and B are in shared
  * memory, given by matrix descriptors. B is K-major; A may also be MN-major: its 64 rows are then
- * contiguous, 128 bytes per element of K. d is float32 in registers: thread t of warp w
- * holds rows 16w + t/4 and 16w + t/4 + 8 and, for every 8 columns i, columns 8i + 2(t%4) and the
- * next: d[4i], d[4i+1] of the first row, d[4i+2], d[4i+3] of the second.
+ * contiguous, 128 bytes per element of K. d is float32 in registers: lane t of warp w holds rows
+ * 16w + t/4 and 16w + t/4 + 8. Of the i-th eight columns, it holds 8i + 2(t%4) and the next: d[4i]
+ * and d[4i+1] in the first row, d[4i+2] and d[4i+3] in the second.
  *
- * mma_registers: A is in registers, with the layout of mma.m16n8k16: of the thread's two rows, a[0]
- * and a[1] hold columns 2(t%4) and the next, a[2] and a[3] the columns 8 further on.
+ * mma_registers: A is in registers, with the layout of mma.m16n8k16: a[0] (first row) and a[1]
+ * (second row) hold columns 2(t%4) and the next, a[2] and a[3] the columns 8 further on.
  *
  * mma_e4m3: K is 32 e4m3 elements; d starts at zero unless `add` is set. */
 #ifndef MOELORA_CUDA_PTX_WGMMA_CUH
@@ -18,8 +18,8 @@ enum class Major { K, MN };
 
 template <int N> struct Wgmma;
 
-/* An instruction names all N / 2 accumulators: MOELORA_REGISTERS_<N> in its text, MOELORA_D_<N> as
- * operands of the asm statement. */
+/* An instruction names all N / 2 accumulators: MOELORA_REGISTERS_<N> are their names in its text,
+ * MOELORA_D_<N> the operands of the asm statement. */
 #define MOELORA_REGISTERS_8 "%0, %1, %2, %3"
 #define MOELORA_REGISTERS_16 MOELORA_REGISTERS_8 ", %4, %5, %6, %7"
 #define MOELORA_REGISTERS_24 MOELORA_REGISTERS_16 ", %8, %9, %10, %11"

@@ -65,7 +65,7 @@ struct Activation {
   }
 };
 
-/* Kinds of gradients for which kernels are compiled: a single form, or any of the others. */
+/* Gradients for which kernels are compiled. OTHER selects the form at run time. */
 enum class GradientKind { SILU, GATED, OTHER };
 
 /* Returns whether the gradient is of kind GATED or SILU. */
@@ -79,7 +79,7 @@ __device__ __forceinline__ GradientKind gradient_kind(const moelora_activation_t
                                  : GradientKind::OTHER;
 }
 
-/* Calls f(gradient) with the gradient of the activation, a functor (&gate, &up, dh) -> h. */
+/* Calls f with a functor (&gate, &up, dh) -> h that replaces gate and up by their gradients. */
 template <GradientKind KIND, class F>
 __device__ __forceinline__ void with_gradient(const moelora_activation_terms &p, F f) {
   if constexpr (KIND == GradientKind::SILU)

@@ -3,7 +3,7 @@
  *
  *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[p, i] = sum over 16 outputs of v h
  *
- * Rows are read and written as in gate_up.cuh. */
+ * t is the routing weight. Rows are read and written as in gate_up.cuh. */
 #ifndef MOELORA_CUDA_BACK_EPILOGUE_CUH
 #define MOELORA_CUDA_BACK_EPILOGUE_CUH
 
@@ -12,7 +12,7 @@
 #include "cuda/gemm/common/gate_up.cuh"
 #include "cuda/ptx/opaque.cuh"
 
-/* Returns element HALF of a pair. */
+/* Returns element HALF of a pair as float32. */
 template <class T, int HALF> __device__ __forceinline__ float element_of(uint32_t pair) {
   const uint16_t bits = (uint16_t)(pair >> 16 * HALF);
   T value;
@@ -40,13 +40,13 @@ template <class T> struct BackOutputs {
       gate[m8] = pack2<T>(g[0], g[1]);
       up[m8] = pack2<T>(u[0], u[1]);
       h[m8] = opaque(
-          pack2<T>(outputs[0], outputs[1])); // otherwise each half would be rounded by itself
+          pack2<T>(outputs[0], outputs[1])); // otherwise the compiler rounds each half separately
       dt[0] += v[2 * m8] * element_of<T, 0>(h[m8]);
       dt[1] += v[2 * m8 + 1] * element_of<T, 1>(h[m8]);
     }
   }
 
-  /* Returns the parts of dt of the lane's two tokens, summed over the lanes that share them. */
+  /* Returns dt of the lane's two tokens, summed over the eight lanes that hold their outputs. */
   __device__ __forceinline__ float2 sum() {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2)
@@ -68,7 +68,7 @@ __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const f
   });
 }
 
-/* Global addresses of a lane's token, one of eight. */
+/* Global addresses of the rows of a lane's token, one of eight. */
 struct BackRow {
   const uint16_t *gate_up;
   uint16_t *h, *dgu;
@@ -85,8 +85,8 @@ struct BackRow {
 };
 
 /* 16 outputs of eight tokens, from output `first` on. `finish` takes the accumulators v[4] of an
- * m16n8 tile and the routing weights of this lane's two tokens; it returns the parts of dt of these
- * two tokens. */
+ * m16n8 tile and the routing weights of this lane's two tokens; it returns dt of these tokens,
+ * summed over the 16 outputs. */
 template <class T, bool VECTORS> struct BackTile {
   GateUpPair<VECTORS> pairs[2]; // of outputs 0 to 7, 8 to 15
 
@@ -124,8 +124,8 @@ template <class T, bool VECTORS> struct BackTile {
   }
 };
 
-/* Applies the gradient to an m64 tile's accumulators d of eight tokens, starting at `position`, of
- * which `count` are valid, and stores the results. */
+/* Applies the gradient to an m64 tile's accumulators d of the eight tokens from `position` on, and
+ * stores the results of the first `count` tokens. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
                                               int first, int64_t position, int count) {

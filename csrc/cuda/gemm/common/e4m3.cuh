@@ -11,7 +11,7 @@
 constexpr float kMaxE4m3 = 448.f;
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-/* Returns the position of column i in this order. */
+/* Returns the position of column i in the order of weight tiles. */
 __device__ __forceinline__ int quad_position(int i) {
   return (i & ~15) | (i >> 1 & 3) << 2 | (i >> 3 & 1) << 1 | (i & 1);
 }

@@ -33,7 +33,8 @@ enum class EpilogueMode {
   DACT,    // backward: gradient of the activation
 };
 
-/* Per-thread state of an epilogue: bias[2 i + m8] is that of row lane / 4 + 8 m8 of m64 tile i. */
+/* Per-thread state of an epilogue. bias[2 i + m8] belongs to row 16 warp + lane / 4 + 8 m8 of m64
+ * tile i of the row group. */
 template <class E, EpilogueMode MODE> struct Epilogue {
   float bias[4];
   Activation activation;
@@ -57,15 +58,16 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Adds the bias of all tokens and applies relu^2, before `apply_activation`. An option that most
-   * layers lack is skipped by one branch, rather than by one branch per output. */
+  /* Adds the bias to all tokens and applies relu^2, before `apply_activation`. One branch skips an
+   * option that most layers lack; in `apply_activation` it would be one branch per output. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     add_bias<T, N>(d, g);
     square<N>(d, g);
   }
 
-  /* Take the two steps of `begin`; epilogues that save values do so between them. */
+  /* The two steps of `begin`, between which SAVES kernels save the values before the activation.
+   * add_bias also multiplies by 2^DEFERRED_EXPONENT. */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
@@ -93,7 +95,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Multiplies all tokens of `block` by their routing weights, where no activation follows. */
+  /* Multiplies all tokens of `block` by routing weights; GENERAL does so in apply_activation. */
   template <int N>
   __device__ __forceinline__ void weigh(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                         int block) const {

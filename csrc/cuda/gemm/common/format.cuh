@@ -53,7 +53,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
-  /* Returns the factor of the accumulators, given a tile in shared or in global memory. */
+  /* Returns the factor of the accumulators. `tile` is in shared memory, or in global memory. */
   template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
     return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
   }
@@ -73,7 +73,7 @@ private:
  *
  *   load(scale, zero, format)   loads from shared memory; the addresses are those of row r
  *   value<SLAB, I>(word)        dequantizes values I of both halves of a word of k16 slab SLAB,
- *                               with the scale of row r + 8 (I % 2), rounded once to T
+ *                               with the scale of row r + 8 * (I % 2), rounded once to T
  *
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
@@ -84,7 +84,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
  *   value<I>(word) */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct SlabScales;
 
-/* Returns the packed product a * b. A product of 0 and a negative number is -0. */
+/* Returns the packed product a * b. The addend -0 preserves the sign of a product that is 0. */
 template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
   constexpr uint32_t NEGATIVE_ZEROS = 0x80008000u;
   return fma2<T>(a, b, NEGATIVE_ZEROS);
@@ -114,7 +114,7 @@ struct LaneOffsets {
     if constexpr (F::IS_FP8)
       return fp8_offsets(warp, format);
     const int lane = threadIdx.x & 31, groups = F::groups(format);
-    const int pair = warp * 8 + lane / 4; // pair of rows
+    const int pair = warp * 8 + lane / 4; // index of the rows r and r + 8
     const uint32_t scales = MOELORA_TILE_VALUES;
     return {(warp * 32 + lane) * 16u, scales + pair * 2 * F::SCALE_BYTES * groups,
             scales + 64 * F::SCALE_BYTES * groups + pair * 2 * groups};
@@ -131,8 +131,8 @@ private:
   }
 };
 
-/* A lane's part of a 4-bit tile, rows r = 16 warp + lane / 4 and r + 8, dequantized to the operand
- * A layout of mma.m16n8k16 and wgmma. */
+/* A lane's part of a 4-bit tile: rows r = 16 warp + lane / 4 and r + 8. It is dequantized to the
+ * operand A layout of mma.m16n8k16 and wgmma. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileFragment {
   using F = FormatTraits<KERNEL>;
   static constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
@@ -198,7 +198,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
   }
 };
 
-/* Fragment of half of an FP8 tile, 64 elements of K. Its k16 slabs are dequantized in order. */
+/* Fragment of half of an FP8 tile, 64 elements of K. Its k16 slabs must be dequantized in order. */
 template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS> {
   uint32_t words[4]; // rows r and r + 8 of an even slab, then of the next slab
   uint32_t values;   // shared memory address for ldmatrix of slabs 0 and 1
@@ -216,8 +216,8 @@ template <class T, bool ZEROS> struct TileFragment<MOELORA_KERNEL_FP8, T, ZEROS>
                             __uint_as_float(load_shared_4(scale + (rows ? 32 : 0))));
   }
 
-  /* Dequantizes k16 slab SLAB. Slab 1 then loads slabs 2 and 3: the words of all four would take
-   * registers that the accumulators need. */
+  /* Dequantizes k16 slab SLAB. dequantize<1> then loads slabs 2 and 3: the words of all four slabs
+   * would take registers that the accumulators need. */
   template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) {
     const uint32_t low = words[SLAB % 2 * 2], high = words[SLAB % 2 * 2 + 1];
     a[0] = e4m3<T, 0, 0>(low, scales);

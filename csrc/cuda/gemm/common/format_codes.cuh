@@ -6,9 +6,9 @@
  * codes of a word in the order of the values of registers a0 to a3: one more prmt joins low and
  * high bytes to a register.
  *
- * A value is number * scale, rounded once after the number itself is rounded to T. The unit of the
- * table makes the numbers nearly exact in T. The scale, divided by the unit, is split into a sum of
- * two values of T: the value is number * high + (number * low). */
+ * A value is number * scale, rounded once after the number itself is rounded to T. The table holds
+ * the numbers in a unit that makes them nearly exact in T. The scale, divided by the unit, is split
+ * into a sum of two values of T: the value is number * high + (number * low). */
 #ifndef MOELORA_CUDA_FORMAT_CODES_CUH
 #define MOELORA_CUDA_FORMAT_CODES_CUH
 
@@ -25,31 +25,31 @@ static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
 }
 
 /* Returns the entry of a table for the number 1, in units of the smallest normal number of T. For
- * NF4 it minimizes the sum of squared rounding errors, to 0.35 (bf16) and 0.16 (fp16) of that of a
- * power of two; FP4 is exact with 3/4 of a power of two. In bf16 the smallest numbers have the
- * exponent of 0, as they share their high byte with 0. */
+ * NF4, it minimizes the sum of squared rounding errors; for FP4, 3/4 of a power of two makes all
+ * entries exact. In bf16, the smallest entries have exponent 0 or 1, and the high byte of 0. */
 template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
   return Element<T>::is_bf16 ? (values == MOELORA_VALUES_BNB_FP4 ? 24 : 1.4370041f * 8)
                              : (values == MOELORA_VALUES_BNB_FP4 ? 0.75f : 1.6776886f) * (1 << 14);
 }
 
-/* Returns the bits in T of the magnitude of a number, in units of the smallest normal one. */
+/* Returns the bits in T of |number|, which is in units of the smallest normal number of T. */
 template <class T> MOELORA_CONSTEXPR uint32_t bits_of(float number) {
   constexpr int MANTISSA = Element<T>::is_bf16 ? 7 : 10;
   double rest = number < 0 ? -(double)number : number;
   int exponent = 0;
   for (; rest >= 2; rest /= 2)
     exponent++;
-  return ((uint32_t)exponent << MANTISSA) + (uint32_t)(rest * (1 << MANTISSA) + 0.5); // may carry
+  return ((uint32_t)exponent << MANTISSA) + (uint32_t)(rest * (1 << MANTISSA) + 0.5);
 }
 
-/* Returns the bits in T of the number of a code. 0 has the sign of code + 8. */
+/* Returns the bits in T of the table's entry for a code. 0 gets the sign of the number of code + 8,
+ * with which it shares a high byte. */
 template <class T> MOELORA_CONSTEXPR uint32_t code_bits(moelora_values values, int code) {
   return (code_number(values, code | 8) < 0 ? 0x8000u : 0u) +
          bits_of<T>(code_number(values, code) * code_unit<T>(values));
 }
 
-/* Returns byte `byte` (0: low) of the numbers of each of four codes, from `first` on. */
+/* Returns byte `byte` (0: low) of the table's entries for four codes, from code `first` on. */
 template <class T>
 MOELORA_CONSTEXPR uint32_t code_bytes(moelora_values values, int first, int byte) {
   uint32_t word = 0;
@@ -64,8 +64,8 @@ template <class T> MOELORA_CONSTEXPR bool share_high_bytes(moelora_values values
          code_bytes<T>(values, 4, 1) == code_bytes<T>(values, 12, 1);
 }
 
-/* Holds the numbers of each type of codes in one cache line: a load by code is one access, while
- * each call would write an array in a function to local memory. */
+/* Numbers of each type of codes. They are global because an array in a function, indexed by a code,
+ * would be written to local memory in each call. */
 static __device__ const float code_numbers[][16] = {
 #define MOELORA_CODES(VALUES, ...) {__VA_ARGS__},
 #include "formats.inc"
@@ -78,7 +78,7 @@ template <class T> struct CodeScales {
                             share_high_bytes<T>(MOELORA_VALUES_BNB_FP4)));
 
   uint32_t table[2][4]; // [byte], of codes 0 to 3, ..., 12 to 15
-  uint32_t high, low;   // parts of the scales
+  uint32_t high, low;   // the scales, divided by the unit, are high + low
   float absmax[2];      // the scales
   bool is_fp4;
 
@@ -122,7 +122,7 @@ template <class T> struct CodeScales {
   /* Returns values I of both halves of a word. */
   template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
     const uint32_t codes = (word & 0x77777777u) >> (I < 2 ? 0 : 16);
-    const uint32_t upper = select_bytes < I<2 ? 0x9d8c : 0xbfae>(word, word << 4); // bit 3 of each
+    const uint32_t upper = select_bytes < I<2 ? 0x9d8c : 0xbfae>(word, word << 4); // codes >= 8
     const uint32_t low_bytes =
         choose(look_up(codes, table[0]), look_up(codes, table[0] + 2), upper);
     uint32_t high_bytes = look_up(codes, table[1]);

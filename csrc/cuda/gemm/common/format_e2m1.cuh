@@ -1,7 +1,7 @@
 /* Dequantizes e2m1 to bf16 or fp16: MXFP4 with one rounding; NVFP4 exactly, but without the scale
  * of the tensor.
  *
- * The bits of a value become the sign, the lowest exponent bits and the highest mantissa bits of a
+ * The bits of a value become the sign, the lowest exponent bits and the highest mantissa bit of a
  * 16-bit float. The result is too small by 2^126 (bf16) or 2^14 (fp16), which scales compensate.
  * The tile layout spaces the bits of three of four values as bf16 needs them, so that a shift and a
  * mask suffice. */
@@ -13,7 +13,7 @@
 /* Extracts e2m1 values I of both halves of a word. */
 template <class T, int I> __device__ __forceinline__ uint32_t e2m1(uint32_t word) {
   if constexpr (Element<T>::is_bf16) {
-    // Of value 3 the exponent is in bits 10 and 11, the sign in bit 13, the mantissa in bit 14.
+    // Value 3 has its exponent in bits 10 and 11, its sign in bit 13, its mantissa in bit 14.
     // COPIES moves them to bits 7 and 8, 15, and 6; the shifted copies do not overlap.
     constexpr uint32_t COPIES = 1 << 12 | 1 << 7 | 1 << 2;
     const uint32_t moved = I < 3 ? word << 3 * I : (word >> 10 & 0x001b001bu) * COPIES;

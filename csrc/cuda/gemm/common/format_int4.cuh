@@ -33,8 +33,8 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
                       // second
   uint32_t zeros[2];  // added to nibbles; without ZEROS, added to products
 
-  /* `zero` may be any address for formats without zero points. All formats take the same
-   * branch-free path; the byte selectors, which are uniform over tiles, pick the bytes. */
+  /* For formats without zero points, `zero` may be any shared memory address. All formats take the
+   * same branch-free path; byte selectors, which are the same for all tiles, pick the bytes. */
   __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, moelora_format format) {
     const bool halves = F::groups(format) == 2;
     [[maybe_unused]] const bool has_zeros = moelora_has_zeros(format);
@@ -45,7 +45,7 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
     if constexpr (ZEROS) {
       // fp16: -(1024 + z) and -(64 + z); bf16: -z 2^-133 and -z 2^-129. Zeros of r + 8 are four
       // bits higher.
-      constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4 and 5
+      constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4, 5
       const uint32_t z0 = load_shared_2(zero), z1 = load_shared_2(zero + (halves ? 2 : 0));
       zeros[0] = __byte_perm(z0, EIGHT | SIGN, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4040);
       zeros[1] = __byte_perm(z1, EIGHT, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4141);

@@ -9,8 +9,8 @@
 /* Segments of a block: maximal runs of tokens with the same adapter. Lane t of a warp holds tokens
  * t, t + 32, .... Each warp that needs the segments computes them. */
 template <int LANES> struct Segments {
-  int32_t packed[LANES]; // adapter * kRanks + true rank; -1 for a base row
-  uint32_t starts[LANES];
+  int32_t packed[LANES];  // adapter * kRanks + true rank; -1: no adapter
+  uint32_t starts[LANES]; // bit masks of the tokens that start a segment
 
   __device__ __forceinline__ void load(const moelora_blocks &blocks, int max_rank, int64_t position,
                                        int tokens) {
@@ -84,7 +84,7 @@ struct ListedSegment {
 /* Segments of one block, listed in shared memory by one warp. */
 template <class S> struct SegmentList {
   uint32_t base;
-  int count, slabs; // number of segments; total number of slabs
+  int count, slabs; // number of segments; number of slabs (`find` sets it per slice)
   uint32_t slices;  // bit mask of the slices that the tile overlaps
 
   /* Builds the list from `segments`. */

@@ -59,7 +59,7 @@ struct Extent {
   static constexpr int W_BYTES = weight_bytes<FORMAT>(TILES), X_BYTES = TOKENS * kRowBytes;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
   static constexpr bool TRANSPOSED = false; // backward: outputs are columns of w, K its rows
-  static constexpr bool SAVES = false;      // whether it also stores values before the activation
+  static constexpr bool SAVES = false;      // the kernel also stores values before the activation
   static constexpr bool HALF_TILES = false; // whether some tiles have half as many rows
 };
 
@@ -92,9 +92,8 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
                                : (int64_t)half * g.weights.n_out + output;
 }
 
-/* Returns the address of the quantized tile of an m64 tile, at k = 0. Past the last output, any
- * tile will do.
- */
+/* Returns the address, at k = 0, of the quantized tile of an m64 tile. Past the last output, it
+ * returns the last tile, since the results are unused. */
 __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
                                                       int m64, int output) {
   const moelora_weights &w = g.weights.w;
@@ -144,8 +143,8 @@ __host__ __device__ __forceinline__ bool has_gate_up_slices(const moelora_gemm_l
   return g.weights.gated && !g.weights.interleaved && g.adapters.lora.num_slices == 2;
 }
 
-/* Returns the offset at which this lane reads the first k16 slab of a transposed m64 tile, as
- * operand A of mma.m16n8k16. */
+/* Returns the offset at which this lane reads the first k16 slab of a transposed m64 tile with
+ * ldmatrix.trans, as operand A of mma.m16n8k16. */
 __device__ __forceinline__ uint32_t transposed_offset() {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = warp * 2 + (lane >> 3 & 1);
@@ -165,8 +164,8 @@ template <class E> __host__ __device__ inline int tile_columns(const moelora_gem
 template <class E, int CLUSTER = 1>
 __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index, int columns,
                                         int clusters, int from = 0) {
-  // Groups of eight blocks by all columns: concurrent CTAs share weights (blocks of one expert)
-  // and token rows (columns of one block) in L2.
+  // The order covers all columns of eight blocks before the next eight, so that concurrent CTAs
+  // share weights (blocks of one expert) and token rows (columns of one block) in L2.
   constexpr int GROUP = 8 / CLUSTER;
   const int first = index / (GROUP * columns) * GROUP;
   const int height = min(GROUP, clusters - first);
@@ -195,18 +194,18 @@ __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, in
   }
 }
 
-/* Returns tile `index` in an order that covers all columns of a group of blocks, all of one expert,
- * before the next group: concurrent CTAs share weights (blocks) and token rows (columns) in L2.
- * Called by a warp; only large tiles can hide its latency. */
+/* Returns tile `index`. The order covers all columns of a group of blocks of one expert before the
+ * next group, so that concurrent CTAs share weights (blocks) and token rows (columns) in L2. Called
+ * by a warp; only large tiles can hide the latency of the search. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
-  // Each column reads the tokens of the group again, so they must stay in L2 while weights stream
-  // through: they may fill a quarter of it. Weights are read once per group.
+  // Each column reads the tokens of the group again, so they must stay in L2 (l2_elements) while
+  // weights stream through. Weights are read once per group.
   const int most = max(1, g.schedule.l2_elements / (E::TOKENS * g.tokens.k));
   const int block =
       index /
-      columns; // some block of the tile's group, since each block has as many tiles as columns
+      columns; // a block of the tile's group, since a group of n blocks has n * columns tiles
   const int before = blocks_of_expert<-1>(g, block, blocks) - 1;
   const int count = before + blocks_of_expert<1>(g, block, blocks);
   const int groups = (count + most - 1) / most;

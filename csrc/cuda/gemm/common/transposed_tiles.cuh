@@ -2,7 +2,7 @@
  *
  * The rows of W are K, its columns the outputs. Tiles have the layout of the forward's operand A: a
  * register holds two neighboring columns of a row, but the transposed operand needs two neighboring
- * rows. movmatrix transposes 8 x 8 elements at a time, so there is no second copy of the weights.
+ * rows. movmatrix transposes 8 x 8 elements at a time, so no transposed copy of W is needed.
  *
  * K is in the order of the columns of y, which is that of the rows of W. In order GATE_UP or
  * INTERLEAVED, a tile holds only gate rows or only up rows. If gate and up rows alternate in K,
@@ -35,7 +35,7 @@ template <class T> struct SlabPair {
    * reads gate rows if lane / 4 is even, up rows if it is odd.
    *
    *   pair         index in the tile of the first of the lane's two pairs of rows r and r + 8
-   *   tile_scale   address of the scale of its rows, if HAS_TILE_SCALE
+   *   tile_scale   address of the scale of the lane's rows, if HAS_TILE_SCALE
    *
    * ZEROS: as in GroupScales. */
   template <moelora_kernel_format KERNEL, bool ZEROS = true>
@@ -89,8 +89,8 @@ private:
     a[slab][0] = a0, a[slab][1] = a1, a[slab][2] = a2, a[slab][3] = a3;
   }
 
-  /* Applies the factors that the forward applies to accumulators: here an accumulator sums over
-   * several tiles. */
+  /* Applies the factors that the forward applies to accumulators. In the backward, an accumulator
+   * sums over tiles with different factors. */
   template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
     constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
     if constexpr (F::HAS_TILE_SCALE) {

@@ -17,8 +17,7 @@ template <class E> struct FactorRows {
   static constexpr int BYTES = SLABS * 32, M64_BYTES = 64 * BYTES;
   static_assert(E::ROWS * BYTES <= E::W_BYTES, "a slab fits the weight half of a stage");
 
-  /* Returns the offset of a chunk of a row. The swizzle avoids bank conflicts between eight rows.
-   */
+  /* Returns the offset of a chunk of a row, swizzled against bank conflicts between eight rows. */
   static __device__ __forceinline__ uint32_t at(int row, int chunk) {
     return row * BYTES + ((chunk ^ row / (4 / SLABS) & 2 * SLABS - 1) << 4);
   }
@@ -116,7 +115,7 @@ template <class E, int STAGES> struct TileAdapters {
   }
 };
 
-/* Returns slab j's first chunk in a row of X: a slab has two, or four if it covers gate and up. */
+/* Returns slab j's first chunk in a row of X. If gate_up, a slab has four chunks, else two. */
 __device__ __forceinline__ int first_chunk(bool gate_up, int j) {
   return gate_up ? j % 2 * 4 : j * 2;
 }
@@ -216,7 +215,7 @@ __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const T
 
 /* Adds B xa^T of slab `slot` of step `step` to `sum`; its stage is at `w`. An n8 tile that only
  * partly belongs to the subtile is multiplied into a copy: a factor's values, NaN included, never
- * reach a token that does not carry the adapter, and base rows keep their bits. */
+ * reach a token that does not carry the adapter. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
                                        const TileAdapters<E, STAGES> &adapters, int step, int slot,

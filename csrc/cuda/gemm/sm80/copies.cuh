@@ -4,18 +4,17 @@
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Copies eight elements of a row, of which `left` are valid; the rest are zero-filled. Takes no
+/* Copies eight elements of a row; zero-fills from element `left` on (VECTORS: all if left <= 0). No
  * cache policy: with one, ptxas 13.0 emits an invalid descriptor register (64-token tile). */
 template <bool VECTORS, class T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
   if (VECTORS)
-    copy_async_16<256>(to, from, left > 0 ? 16 : 0,
-                       wanted); // joins the next committed group
+    copy_async_16<256>(to, from, left > 0 ? 16 : 0, wanted);
   else if (wanted)
     copy_elements(to, from, max(0, min(8, left)));
 }
 
-/* Returns the offset of a thread's chunk within a stage. */
+/* Returns the offset of a thread's chunk in a stage with rows of 128 bytes. */
 __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);

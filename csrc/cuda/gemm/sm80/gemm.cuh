@@ -24,8 +24,8 @@
 
 namespace {
 
-/* Largest tile with element-wise copies of unaligned rows. Larger tiles would spill; the plan
- * never selects them. */
+/* Maximum tokens of a tile that copies unaligned rows element by element. Larger tiles would spill;
+ * the plan never selects them. */
 constexpr int kMaxUnalignedTokens = 32;
 
 /* Shared memory of a CTA. */
@@ -120,8 +120,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   template <int WIDTH>
   __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, Partial<E> &partial, int count,
                                                    int step, int end, bool wanted) {
-    // n8 tiles are loaded in pairs. If two groups of warps share the tokens, one n8 tile for each
-    // group is 16 tokens.
+    // Try every 16 tokens: two n8 tiles of a warp, or one of each of two groups of warps.
     constexpr int WIDER = WarpTile<E>::SPLIT == 1 ? 2 : 1;
     if constexpr (WIDTH < WarpTile<E>::N8_TILES) {
       if (count > WIDTH * WarpTile<E>::SPLIT * 8)
@@ -305,7 +304,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     main_loop.wait();
     const int first = max(depth_steps, STAGES - 1);
     TileAdapters<E, STAGES> adapters(adapter_storage);
-    auto load_ahead = [&](int step) { // copies the adapter stage, if there is one
+    auto load_ahead = [&](int step) { // copies adapter stage step + STAGES - 1, if there is one
       const int ahead = step + STAGES - 1, slabs = adapters.slabs_at(g, ahead - first);
       if (slabs > 0)
         load_slabs<E, T>(g, tile, adapters, ahead, ahead == first, slabs, main_loop.stage(ahead));

@@ -32,7 +32,7 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   }
 
   using Source = const T *;
-  /* Returns this thread's chunk of row 0 at k step `step`. */
+  /* Returns the address of this thread's chunk of row 0 at k step `step`. */
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
   }
@@ -118,8 +118,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
   __device__ __forceinline__ Source readable(Source from, int) const { return from; }
 
-  /* Returns the distance from a thread's chunk to the same one of the second half of K, which the
-   * swizzle may put before the first: all rows of a thread have the same last three bits. */
+  /* Returns the distance in bytes from a thread's chunk to the same chunk of the second half of K.
+   * It is the same in all rows of a thread, which have the same row % 8. */
   static __device__ __forceinline__ int second_half() { return threadIdx.x & 16 ? -64 : 64; }
 
   struct Place {
@@ -152,10 +152,10 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
   }
 };
 
-/* Quantized weights of a backward: for each m64 tile, a stage holds 64 rows of K in the layout
- * above. If gate and up rows alternate in K, these are 32 rows of a gate tile, then the same 32
- * rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit formats,
- * 128 bytes later in FP8 without row scales. */
+/* Quantized weights of a backward: for each m64 tile, a stage holds 64 rows of K in the layout of
+ * WeightLoader. If gate and up rows alternate in K, these are 32 rows of a gate tile, then the same
+ * 32 rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit
+ * formats, 128 bytes later in FP8 without row scales. */
 template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, true, false> {
   using W = WeightLoader<E, T, true, false>;
   using typename W::Place;
@@ -165,13 +165,13 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
   using W::TILE_PARTS;
   using W::VALUES;
   using W::weights;
-  // Bytes between the values of a tile's first 32 rows and those of the others.
+  // Bytes from the values of a tile's first 32 rows to those of the other 32.
   static constexpr uint32_t NEXT_VALUES = E::Format::TILE_VALUES / 2;
   static_assert(E::TILES * E::TILE_BYTES + (E::Format::IS_FP8 ? E::ALL_SCALES : 0) <= E::W_BYTES,
                 "a stage holds all tiles");
 
-  uint32_t next_scales; // bytes from the scales that this thread copies for the first 32 rows to
-                        // those for the others
+  uint32_t next_scales; // bytes from the scales that this thread copies for a tile's first 32 rows
+                        // to those for the other 32
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     const moelora_weights &w = g.weights.w;
@@ -191,15 +191,14 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     }
   }
 
-  /* Source of a chunk of a stage: a chunk of a tile, for the tile's first 32 rows. */
+  /* Source of a chunk of a stage. If gate and up rows alternate: for a tile's first 32 rows. */
   struct ScaleChunk {
     int chunk;
     bool is_up;
-    int next; // distance to the chunk of the other rows
+    int next; // distance, in chunks, to the chunk of the other 32 rows
   };
 
-  /* Returns the source of chunk `at` of an m64 tile's values; half: that of an FP8 tile's
-   * columns. */
+  /* Returns the source of chunk `at` of an m64 tile's values. half: half of an FP8 tile's K. */
   static __device__ __forceinline__ ScaleChunk find_values(int at, int half, bool interleaved) {
     if constexpr (E::Format::IS_FP8) {
       const int row = at / 4, chunk = ((at ^ row >> 1) & 3) + 4 * half;
@@ -291,7 +290,8 @@ template <class E> struct TransposedDepth {
     return is_split(g.weights.w) ? 2 * (int)g.weights.w.half_tiles
                                  : (g.tokens.k + kDepth - 1) / kDepth;
   }
-  /* Returns the column of y of a step's first row; `end` becomes the end of its tiles' columns. */
+  /* Returns the column of y that matches a step's first row of W. Sets `end` to the end of the gate
+   * or up columns that contain it. */
   static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
     const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
     *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;
@@ -312,8 +312,8 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
   static constexpr int PART_PIECES = (W::PIECES + X_ROWS + PARTS - 1) / PARTS;
 
   W weights;
-  int32_t token[X_ROWS]; // -1 in padding, which is not copied
-  int32_t scaled;        // W8A8: token whose scale this thread copies, or -1
+  int32_t token[X_ROWS]; // rows of x; -1: padding, which is not copied
+  int32_t scaled;        // W8A8: row of x whose scale this thread copies, or -1
 
   __device__ __forceinline__ void open(const moelora_gemm_launch &g, const Tile &tile) {
     weights.open(g, tile);

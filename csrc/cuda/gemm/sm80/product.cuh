@@ -6,8 +6,8 @@
  * filled blocks.
  *
  * The tile of 128 tokens by 256 weight rows gives each warp 64 x 64. Among the shapes that fit the
- * registers it reads the least shared memory per product: 4 KB for 32 MMAs, which is 32 cycles at
- * 128 bytes per cycle, plus 12 for the copies, while the MMAs take 64 cycles on sm_80 and about 51
+ * registers it reads the least shared memory per product: 4 KB for 32 MMAs. At 128 bytes per cycle,
+ * the reads take 32 cycles and the copies 12, while the MMAs take 64 cycles on sm_80 and about 51
  * on Hopper.
  *
  * Fragments are double-buffered: while one k16 slab is multiplied the next is loaded. Weights use
@@ -28,8 +28,8 @@ constexpr int kFp8Scales = 256;
  *                                         c ^ (r / 2 & 3)
  *   scales [TILES] 256 bytes              all scales of the tile
  *
- * W8A8 needs scales longer than values: SLOTS slots after all stages hold the weight scales of a
- * step, followed by float32 [TOKENS] token scales. */
+ * W8A8 needs scales longer than values. It has SLOTS slots after all stages: each holds the weight
+ * scales of a step, followed by its token scales, float32 [TOKENS]. */
 template <int TOKENS_, int TILES_, moelora_kernel_format FORMAT_>
 struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   using E = Extent<TOKENS_, TILES_, FORMAT_>;
@@ -46,7 +46,7 @@ struct StageExtent : Extent<TOKENS_, TILES_, FORMAT_> {
   static constexpr int SLOTS = F::IS_W8A8 ? 8 : 0, SLOT_BYTES = ALL_SCALES + 4 * TOKENS_;
 };
 
-/* Accumulators of a warp. */
+/* The tile of a warp and its accumulators. */
 template <class E> struct WarpTile {
   static constexpr int SPLIT = E::TOKENS > 64 ? 2 : 1; // groups of four warps that share the tokens
   static constexpr int THREADS = 128 * SPLIT;

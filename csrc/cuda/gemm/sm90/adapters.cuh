@@ -48,7 +48,7 @@ template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_la
 template <class S> struct SlabLayout {
   int width; // slabs that share a row: 1, or all slabs of the stage
 
-  /* Return the offsets of an m64 tile, given its index within a slab, and of a slab. */
+  /* m64() returns the offset of an m64 tile, given its index within a slab; slab(), of slab j. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
@@ -70,7 +70,7 @@ struct XaLayout {
 
 /* ---- producers ---- */
 
-/* Returns whether the next `slabs` slabs belong to one segment and fill a stage. */
+/* Returns whether the next `slabs` slabs belong to one slice of a segment and fill a stage. */
 template <class S>
 __device__ __forceinline__ bool is_wide(const moelora_gemm_launch &g, const SegmentList<S> &list,
                                         int slabs, SlabIterator cursor) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ int find_adapters(const moelora_gemm_launch &g, const
   return (most + per_stage - 1) / per_stage;
 }
 
-/* Builds the adapters header of a tile with `tokens` valid tokens. Called by a whole warp. */
+/* Returns the AdaptersHeader of a tile with `tokens` valid tokens. Called by a whole warp. */
 template <class S>
 __device__ __forceinline__ AdaptersHeader adapters_header(const SegmentList<S> &list, int tokens,
                                                           int stages) {
@@ -186,7 +186,7 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
   __threadfence_block(); // cp.async.mbarrier.arrive only orders asynchronous copies
 }
 
-/* Copies rows of the factors A, 16 (of K) per slab; zero-fills beyond the true rank and the last
+/* Backward: copies rows of A, 16 ranks per slab; zero-fills beyond the true rank and past the last
  * output. Called by the gather warps. */
 template <class S, class T, bool VECTORS, int THREADS>
 __device__ __forceinline__ void copy_factor_depth(const moelora_gemm_launch &g, const Tile &tile,
@@ -337,7 +337,7 @@ template <class S, class T> struct WeightMajorAdapters {
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
             const WarpContext<S> &warp, const TileHeader &, int previous, bool clears) {
-    // With two CTAs per SM, release the stage early: the other CTA covers the wait.
+    // With two CTAs per SM, release stage `previous` early: the other CTA hides the wait.
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
 
@@ -374,8 +374,8 @@ template <class S, class T> struct WeightMajorAdapters {
   }
 
   /* Returns whether each row has a finite accumulator for the tile's first or second token. Only
-   * the lanes that hold these check. Neither is padding: only tiles with adapters that some tokens
-   * do not carry are checked. */
+   * the lanes that hold these check. Neither token is padding: a tile is only checked if one of its
+   * tokens carries an adapter that another token does not carry. */
   static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][S::TOKENS / 2], int) {
     float most = 0.f;
 #pragma unroll
@@ -388,9 +388,8 @@ template <class S, class T> struct WeightMajorAdapters {
   }
 };
 
-/* Adapter stages of the backward, multiplied with mma.sync: the accumulators are complete by then,
- * and consumers predicate by token, so that A is never cleared. mma.sync and wgmma round
- * identically. */
+/* Adapter stages of the backward. After the wgmmas of the K loop, these use mma.sync and predicate
+ * by token, so that A is never cleared. mma.sync and wgmma round identically. */
 template <class S, class T> struct TransposedAdapters {
   /* Accumulates the current adapter stage and releases stage `previous`. */
   template <int N>
@@ -409,7 +408,7 @@ template <class S, class T> struct TransposedAdapters {
 #pragma unroll 1
     for (int j = 0; j < slabs; j++) {
       const SlabTokens tokens = SlabTokens::read(header, j);
-      // Distances from the slab's first token to the first of this lane's two, and to its end.
+      // Distances from the slab's first token: to the lane's first token, and to the slab's end.
       int ahead = 2 * (int)(threadIdx.x & 3) - tokens.low;
       const uint32_t length = tokens.high - tokens.low;
       uint32_t rA[2][4];

@@ -16,7 +16,7 @@ namespace {
 /* Shape whose epilogue applies the gradient of the activation. Its buffers alias no stage. */
 template <class S> struct WithDact : S {
   static constexpr bool ALIASES = false;
-  // The gradient of the activation needs registers beside the accumulators.
+  // Consumers need registers for the gradient of the activation, so producers get fewer.
   static constexpr bool NARROW = S::Format::IS_NATIVE && S::CONSUMERS == 2;
   static constexpr int PRODUCER_REGISTERS = NARROW ? 104 : S::PRODUCER_REGISTERS;
   static constexpr int CONSUMER_REGISTERS = NARROW ? 200 : S::CONSUMER_REGISTERS;

@@ -12,9 +12,8 @@
  *                                      ungated: one block per m64 tile, the others are unused
  *   sH  [2 blocks][8 tokens]           one block per m64 tile
  *
- * A thread loads and stores the same chunks of every eight tokens, so no barrier is needed between
- * the store from a buffer and the next load to it. The first loads are issued before the main loop.
- */
+ * A thread loads and stores the same chunks of every eight tokens, so a buffer needs no barrier
+ * between a store and the next load. The first loads are issued before the main loop. */
 #ifndef MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
 #define MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
 
@@ -23,7 +22,7 @@
 
 /* Rows of an epilogue buffer of the kernel shape; the buffer is 2 KB. */
 constexpr int kDactRows = 16;
-/* Returns how many of these buffers hold `buffers` of gate_up and one of h; then its inverse. */
+/* Returns the epilogue buffers that sGu [buffers] and sH take; dact_buffers is the inverse. */
 constexpr int own_buffers_of_dact(int buffers) {
   return 2 * buffers + 1;
 }
@@ -177,8 +176,8 @@ template <class S, class T> struct DactEpilogue {
            ((((warp & 1) * 4 + m8 * 2 + pair / 2) ^ token) << 4);
   }
 
-  /* Sums the parts of dt over the eight lanes that share two tokens. Returns the sum of m64 tile
-   * lane >> 2 & 1, for the lane's first (lane >> 3 & 1 is 0) or second token. */
+  /* Sums dt over the eight lanes that hold outputs of the same two tokens. Returns the sum of m64
+   * tile lane >> 2 & 1, for the lane's first (lane >> 3 & 1 is 0) or second token. */
   static __device__ __forceinline__ float sum(const BackOutputs<T> (&outputs)[2]) {
     const int lane = threadIdx.x & 31, t = lane >> 2 & 1, q = lane >> 3 & 1;
     float two[2];
@@ -213,9 +212,8 @@ template <class S, class T> struct DactEpilogue {
   static __device__ __forceinline__ void
   store_as(float (&rAcc)[2][S::TOKENS / 2], const moelora_back_launch &g, const TileHeader &header,
            const WarpContext<S> &warp) {
-    // Groups of eight tokens per iteration. The loop is not unrolled further, to fit the
-    // instruction cache: each iteration ends by moving the accumulators of the next one to the
-    // first registers.
+    // An iteration processes PASS groups of eight tokens. It then moves the accumulators of the
+    // next iteration to the first registers: unrolling would exceed the instruction cache.
     constexpr int PASS = KIND == GradientKind::SILU && S::Format::IS_NATIVE ? 4 : 2;
     const int lane = threadIdx.x & 31, inter = g.weights.n_out, mine = 2 * (lane & 3);
     const int first = first_output<S>(g, header.tile, 2 * warp.consumer);
@@ -224,7 +222,7 @@ template <class S, class T> struct DactEpilogue {
         KIND == GradientKind::SILU ? GateUp::HALVES : gate_up_form(g.epilogue.activation);
     const Share share(warp);
     const uint32_t base = buffers(warp), sH = base + BUFFERS * GU_BYTES;
-    // The part of dt that this lane stores.
+    // Address of the element of dt that this lane stores.
     const int t_of_dt = lane >> 2 & 1, token_of_dt = mine + (lane >> 3 & 1);
     const int output = first + t_of_dt * 64 + (threadIdx.x >> 5 & 3) * 16;
     const bool stores_dt = lane < 16 && output < inter;

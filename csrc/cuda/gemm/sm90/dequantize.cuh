@@ -46,8 +46,8 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
   using WeightLoads = QuantizedLoads<S>;
 
-  /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. The wgmmas that last
-   * read rA have completed; those that read the other buffer are still in flight. */
+  /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. Waits for the wgmmas
+   * that last read rA; those that read the other buffer stay in flight. */
   template <int K, int N>
   static __device__ __forceinline__ void
   wgmma_slab(float (*rAcc)[S::TOKENS / 2], uint32_t (&rA)[TILES][4], Fragment *rW, uint64_t b) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
-/* Writes interleaved gate and up as write_epilogue_tile writes outputs: two epilogue tiles have the
+/* Writes interleaved gate and up as write_epilogue_tile writes outputs; two epilogue tiles hold the
  * 128 elements of each token. */
 template <class T, int N>
 __device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N / 2], int c,
@@ -109,14 +109,14 @@ __device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N
 }
 
 /* Stores gate and up (before the activation) of up to 32 tokens, starting at token c, to flat rows.
- * The last two epilogue buffers assemble whole lines; callers must synchronize before they save the
- * next tokens. */
+ * Assembles whole lines in the last two epilogue buffers; callers must synchronize before they save
+ * the next tokens. */
 template <class S, class T, int N>
 __device__ __forceinline__ void save_gate_up(const float (&rAcc)[2][N / 2],
                                              const moelora_gemm_launch &g, const TileHeader &header,
                                              const WarpContext<S> &warp, int c, int32_t rows) {
   constexpr int BUFFERS = WarpContext<S>::BUFFERS;
-  const int thread = opaque(threadIdx.x & 127); // offsets are not kept between calls
+  const int thread = opaque(threadIdx.x & 127); // else offsets stay in registers between calls
   const int inter = g.weights.n_out, first = first_output<S>(g, header.tile, 2 * warp.consumer);
   const uint32_t sTile[2] = {warp.sOut(warp.consumer, BUFFERS - 2),
                              warp.sOut(warp.consumer, BUFFERS - 1)};
@@ -210,7 +210,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         save_gate_up<S, T, N>(rAcc, g, header, warp, c, rows);
       epilogue.template apply_activation<N>(rAcc, g, header.tile.block, c);
 
-      // Wait until consumers have read the aliased stage, or earlier TMA stores the buffers.
+      // Wait until consumers have read the aliased stage, and TMA has read the previous outputs.
       const int buffer = c / kEpilogueTokens * halves, end = buffer + halves;
       if (!SAVES_LINES && buffer <= S::OWN_BUFFERS && end > S::OWN_BUFFERS)
         warp.sync_all(); // both consumers have finished reading the stage

@@ -6,8 +6,8 @@
  *   consumer             0    1     ...   per k16 slab: dequantize operand A, then mma.sync
  *
  * For so few tokens the kernel is bound by dequantization, not by memory. With wgmma, each k16 slab
- * would take its full latency, since its source registers must not be overwritten before it
- * completes; several mma.sync can be in flight, and the compiler interleaves them with the
+ * would take the latency of a wgmma, which must complete before its source registers can be
+ * overwritten; several mma.sync can be in flight, and the compiler interleaves them with the
  * dequantization. mma.sync and wgmma round identically. Three CTAs of six warps share an SM and
  * hide each other's latency. A k step covers 128 elements of K. */
 #ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
@@ -19,8 +19,7 @@
 
 template <class S, class T> struct FewRowsMainloop;
 
-/* Two producer warps suffice for so few tokens. Registers are not reallocated between warpgroups.
- */
+/* Two producer warps suffice for so few tokens. All warps keep the launch's registers. */
 template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;

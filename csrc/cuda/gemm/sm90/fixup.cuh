@@ -3,9 +3,10 @@
  * An adapter stage multiplies all tokens of a block; tokens that do not carry the adapter have
  * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B turns the
  * accumulators of all tokens into NaN. Checking B in every stage would be slow, so consumers check
- * the accumulators of two tokens per tile instead. If neither is finite, the CTA processes all of
- * its tiles again in a fix-up pass: consumers zero the non-finite elements of B before multiplying,
- * and then write NaN to the outputs of these rows of B, but only for tokens that carry the adapter.
+ * the accumulators of two tokens per tile instead. If both are non-finite in some row, the cluster
+ * processes all of its tiles again in a fix-up pass: consumers zero the non-finite elements of B
+ * before they multiply it, and then write NaN to the outputs of these rows of B, but only for
+ * tokens that carry the adapter.
  *
  * Beyond an adapter's true rank, B may hold anything: such stages are cleared in the first pass. */
 #ifndef MOELORA_CUDA_SM90_FIXUP_CUH
@@ -87,8 +88,8 @@ template <class S, class T> struct NonFinite {
     return Element<T>::round(__int_as_float(0x7fffffff));
   }
 
-  /* Returns the sign bits of those of two elements that are non-finite: adding one to an exponent
-   * of all ones carries into the sign. */
+  /* Returns two elements with the sign bit set where `v` is non-finite, else 0: adding one to an
+   * exponent of all ones carries into the sign. */
   static __device__ __forceinline__ uint32_t signs(uint32_t v) {
     return (v & EXPONENT) + EXPONENT_ONE & 0x80008000u;
   }

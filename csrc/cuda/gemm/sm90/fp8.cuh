@@ -85,15 +85,15 @@ template <class S> struct Fp8Loads : WeightTiles<S> {
   }
 };
 
-/* Producer of token scales, in the gather warps. A thread copies the scales of tokens `thread` +
- * kGatherers i. Their rows of x are looked up while the previous tile streams. */
+/* Producer of token scales, in the gather warps. A thread copies the scales of tokens thread +
+ * i * kGatherers. It looks up their rows of x during the K loop of the previous tile. */
 template <class S> struct TokenScales {
   static constexpr int EACH = (S::TOKENS + kGatherers - 1) / kGatherers;
   static_assert(kGatherers % 16 == 0, "a thread's tokens have the same place among 16");
 
   uint32_t row[EACH], next[EACH];
   uint32_t to;          // offset of the first token's scale
-  const float *gXScale; // scales of the next k step
+  const float *gXScale; // address of the scales of the next k step
 
   __device__ __forceinline__ explicit TokenScales(int thread)
       : to(opaque((uint32_t)(quad_position(thread) * 4))) {}

@@ -8,8 +8,8 @@
  *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
  *
  * With tokens as operand A, a thread needs the scales of two tokens; with weights as operand A it
- * needs those of 32. The kernel also reads less shared memory per product, which matters because a
- * tile of 128 tokens by 256 rows is bound by shared memory bandwidth.
+ * needs those of 32. Token-major wgmmas also read less shared memory per product: its bandwidth
+ * bounds tiles of 128 tokens by 256 rows.
  *
  * Accumulators rAcc[2][64]: rAcc[h][4i + q] is
  *
@@ -27,7 +27,7 @@
 
 template <class S, class T> struct Fp8TokenMajorMainloop;
 
-/* Shared memory. `rows` lists the rows of x of a block, for which producers have no registers. */
+/* Shared memory. `rows` lists a block's rows of x, for which producers have no registers. */
 constexpr int kListedAtOnce = kGatherers / 4; // rows that the gather warps copy at once
 template <class S> struct Fp8TokenMajorStorage {
   SharedStorage<S> gemm;
@@ -103,7 +103,7 @@ private:
 
 /* Position of a thread's accumulators within a tile. */
 struct ThreadPlace {
-  int token, row; // of its first accumulator
+  int token, row; // of the thread's first accumulator
 
   __device__ __forceinline__ explicit ThreadPlace(int consumer)
       : token(consumer * 64 + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)),
@@ -184,8 +184,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
         if (h == PAIRS - 1)
           full = pipeline.is_full();
 
-        // Promote. Row scales are read from the stage during promotion, so it is released
-        // afterwards.
+        // Promote. With BY_ROW, promotion reads scales from the stage, so release it afterwards.
         wgmma_wait<0>();
         fence_accumulators<64>(rPartial);
         if (h == PAIRS - 1 && !BY_ROW)
@@ -207,7 +206,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                : multiply_k_steps<HALF, false>(rAcc, g, warp);
   }
 
-  /* Passes through the K loop without tokens. Returns the last stage, which is not yet released. */
+  /* Runs the K loop of a consumer without tokens. Returns the last stage, not yet released. */
   static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
                                                      GemmPipeline<S> &pipeline) {
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
@@ -320,7 +319,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   }
 };
 
-/* Adds the bias of an m64 tile. */
+/* Adds the bias to a thread's accumulators of an m64 tile. */
 template <class T>
 __device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g, int expert,
                                          int m64, int first) {

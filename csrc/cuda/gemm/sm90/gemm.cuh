@@ -141,7 +141,7 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
   tma_store_wait();
 }
 
-/* Called after the last tile. Returns whether the CTA runs a fix-up pass over its tiles. */
+/* Called after the last tile. Starts a fix-up pass if one was requested; returns whether it did. */
 template <class S>
 __device__ __forceinline__ bool has_another_pass(const moelora_gemm_launch &g,
                                                  WarpContext<S> &warp) {

@@ -19,7 +19,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
 
   // One producer warp issues TMA loads; the others gather with cp.async. A consumer warpgroup must
-  // start at a multiple of four warps, so with fewer than four producer warps these come last.
+  // start at a multiple of four warps, so fewer than four producer warps follow the consumers.
   static constexpr int PRODUCERS = 32 * PRODUCER_WARPS, GATHERERS = PRODUCERS - 32;
   static constexpr int FIRST_PRODUCER = PRODUCER_WARPS == 4 ? 0 : 128 * CONSUMERS;
   static constexpr int THREADS = PRODUCERS + 128 * CONSUMERS;
@@ -55,7 +55,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // without one use ByRow (launch.cuh), or serve layers only.
   static constexpr bool GENERAL_EPILOGUE = CLUSTER == 1 && CONSUMERS == 1;
   static constexpr bool DYNAMIC_SCHEDULE = CONSUMERS == 2; // see TileScheduler
-  static constexpr bool RUNS = false;                      // whether it may schedule tiles in runs
+  static constexpr bool RUNS = false;                      // tiles may be scheduled in runs
   // Whether the PLAIN epilogue stores flat rows and applies routing weights.
   static constexpr bool BY_ROW = false;
 };
@@ -80,8 +80,7 @@ template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
   return S::HALF_TILES && tile.half;
 }
 
-/* Returns the first m64 tile of a consumer, which has two in a whole tile and one in a half tile.
- */
+/* Returns the first m64 tile of a consumer. It has two m64 tiles, or one in a half tile. */
 __device__ __forceinline__ int first_m64(bool half, int consumer) {
   return half ? consumer : 2 * consumer;
 }

@@ -83,9 +83,8 @@ moelora_status map_positions(const moelora_gemm_launch *g, bool is_bf16, const v
 
 /* Encodes maps of each slice of B [max_loras, E, half, n, ranks], with boxes of 16 ranks and with
  * boxes of all ranks of a stage. A box has the rows of a tile, or half of them in a gated
- * projection. In a gated projection with one slice, `half` selects gate or up as in map_weights;
- * likewise if two slices cut across interleaved rows. Ranks beyond a box may exceed the true rank,
- * so L2 promotion is small. */
+ * projection. Unless gate and up have a slice each, `half` selects gate or up as in map_weights. L2
+ * promotion is small, because the ranks next to a box may exceed the true rank. */
 template <class S>
 moelora_status map_factors(const moelora_gemm_launch *g, bool is_bf16, FactorMaps *maps) {
   const moelora_factors *lora = &g->adapters.lora;

@@ -125,7 +125,7 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 
-      // The wgmmas of the previous step have completed: release its stage.
+      // Wait for the wgmmas of the previous step, and release its stage.
       wgmma_wait<1>();
       if (step > 0)
         pipeline.release(previous);

@@ -13,11 +13,10 @@
  * released it: the pipelines of a cluster advance together.
  *
  * Addresses are 32-bit, in the shared window: SharedMemory<S> holds the address of the struct and
- * adds member offsets. WarpContext<S> is the state of a warp, of which each warp has a copy: shared
- * memory, position in the pipeline, and the epilogue buffers of a consumer. An epilogue tile holds
- * 64 outputs of 32 tokens. A consumer has two dedicated buffers; the others alias its part of the
- * tile's last stage, which returns to the pipeline once TMA stores have read it. Tiles of up to 32
- * tokens need no aliased buffers. */
+ * adds member offsets. Each warp has a WarpContext<S>: shared memory, position in the pipeline, and
+ * the epilogue buffers of a consumer. An epilogue buffer holds an epilogue tile, 64 outputs of 32
+ * tokens. A consumer has two dedicated buffers; with more than 32 tokens, others alias its part of
+ * the tile's last stage, which returns to the pipeline once TMA stores have read it. */
 #ifndef MOELORA_CUDA_SM90_PIPELINE_CUH
 #define MOELORA_CUDA_SM90_PIPELINE_CUH
 
@@ -30,9 +29,9 @@
 #include "cuda/ptx/hopper.cuh"
 #include "cuda/ptx/mma.cuh"
 
-/* Lanes of a consumer warp that arrive on an empty barrier. One suffices: the other lanes' reads
- * have completed, since a shuffle or barrier has consumed them. The racecheck tool of
- * compute-sanitizer tracks each thread separately and needs all lanes to arrive. */
+/* Lanes of a warp that arrive on an empty barrier. One suffices: a shuffle or barrier after the
+ * reads of all lanes precedes the arrival. The racecheck tool of compute-sanitizer tracks each
+ * thread separately and needs all lanes to arrive. */
 #ifdef MOELORA_RACECHECK
 constexpr int kArrivals = 32;
 #else
@@ -111,9 +110,8 @@ struct StageHeader {
   uint32_t unused[3];
 };
 
-/* In the first stage of a tile: the tile, its number of valid tokens, and the number of tokens
- * that consumers multiply, which may include padding. A stage with block -1 follows the last tile.
- */
+/* In the first stage of a tile: the tile, the number of its valid tokens, and the number of tokens
+ * that consumers multiply, with padding. A stage with block -1 follows the last tile. */
 struct TileHeader {
   Tile tile;
   int count, multiplied;
@@ -197,7 +195,7 @@ template <class S> struct SharedStorage {
 
 template <class S> using GemmPipeline = Pipeline<SharedStorage<S>, S::CLUSTER>;
 
-/* Dynamic shared memory of a launch, with room to align the start for the swizzle. */
+/* Bytes of dynamic shared memory of a launch, with room to align the start for the swizzle. */
 template <class S> constexpr int kSharedBytes = 1024 + (int)sizeof(typename S::template Storage<S>);
 
 template <class S> struct SharedMemory {
@@ -227,7 +225,7 @@ template <class S> struct SharedMemory {
 /* ---- warps ---- */
 
 /* Named barriers. */
-constexpr int kConsumerBarrier = 1; // + consumer: its four warps
+constexpr int kConsumerBarrier = 1; // kConsumerBarrier + i: the four warps of consumer i
 constexpr int kAllConsumersBarrier = 3, kGatherBarrier = 4;
 
 template <class S> struct WarpContext {

@@ -44,7 +44,7 @@ struct GatherShare {
   uint32_t token[ROWS]; // offsets of the rows in x, in units of 16 bytes
   uint32_t to[PLACES];  // offsets in sX of the first chunk; row i uses i % PLACES
   int left;             // elements of K left, from the first chunk on
-  const uint16_t *gX;   // x at the current k
+  const uint16_t *gX;   // address of row 0 of x at the current k
 
   __device__ __forceinline__ explicit GatherShare(int thread) {
     const int first = thread / LANES, lane = thread % LANES;
@@ -163,9 +163,9 @@ template <class S> struct TileParts {
   }
 };
 
-/* Returns whether weights and factors are loaded with evict_first. Weights are read once if a
- * cluster usually has all tokens of an expert, unlike with the largest native tiles. Factors would
- * displace other data from L2. */
+/* Returns whether weights and factors are loaded with evict_first, so that they do not displace
+ * other data from L2. Usually one cluster has all tokens of an expert and reads its weights once;
+ * with the largest native tiles, experts have more tokens. */
 template <class S>
 __device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
   return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.read_again;
@@ -287,7 +287,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
         const bool wide = g.weights.factors_boxes && is_wide(g, list, slabs, cursor);
         const SlabsHeader header = {slabs, wide ? slabs : 1};
         header.write(smem.header(pipeline.stage));
-        if constexpr (S::TRANSPOSED) // before the arrival, which makes it visible to consumers
+        if constexpr (S::TRANSPOSED) // before the arrival, which makes them visible to consumers
           write_slab_tokens(list, slabs, cursor, smem.header(pipeline.stage));
         barrier_arrive_expect_tx(pipeline.full(),
                                  g.weights.factors_boxes ? slabs * S::TILES * kSlabBytes : 0);
@@ -306,7 +306,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   }
 }
 
-/* Copies x if it is gathered, its scales, and xa, in the gather warps. */
+/* Copies x if it is gathered, its scales, xa, and factors without a tensor map, in gather warps. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
                                                   WarpContext<S> &warp) {

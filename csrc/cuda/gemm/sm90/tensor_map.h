@@ -13,8 +13,7 @@
 struct StackDims {
   uint32_t experts, adapters; // bit i: slice i has a nonzero stride there
 
-  /* Fills in the dimensions of `slice`. row: its smallest stride, used for dimensions of extent 1.
-   */
+  /* Fills in the dimensions of `slice`. row: the stride in bytes for dimensions of extent 1. */
   void describe(int slice, const moelora_factor &f, int32_t num_experts, int32_t max_loras,
                 cuuint64_t row, cuuint64_t *sizes, cuuint64_t *strides) {
     experts |= (uint32_t)(f.stride_e != 0) << slice;

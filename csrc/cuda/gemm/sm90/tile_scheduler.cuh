@@ -8,12 +8,12 @@
  *   tile_counter [0]      tiles fetched so far
  *                [1 + i]  the tile that follows tile i in its cluster; 0: not fetched yet
  *
- * A tile is fetched when the previous one begins. Fetching earlier would assign tiles to the
- * clusters that start first rather than to those that have time.
+ * A tile is fetched when the previous tile begins. Fetching earlier would assign tiles to the
+ * clusters that start first rather than to those that are free first.
  *
- * A tile with few k steps ends before its producers have found the next one and its adapters. Such
- * tiles are scheduled in runs of neighboring columns of one block, which share all that is looked
- * up. A run has one index. The last blocks are scheduled tile by tile to keep all clusters busy. */
+ * A tile with few k steps ends before its producers have found the next tile and its adapters. Such
+ * tiles are scheduled in runs of neighboring columns of one block, which have the same tokens and
+ * segments. A run has one index. The last tiles are in no run, to keep all clusters busy. */
 #ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 #define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
 
@@ -32,14 +32,14 @@ struct ClusterTile : Tile {
   __device__ __forceinline__ bool is_shared() const { return peer_block == block; }
 };
 
-/* Returns the cluster tiles per block with UNPAIRED_BLOCKS. Each of two paired blocks stands for
- * half of the columns of both; an unpaired block has two columns per cluster tile. */
+/* Returns the number of cluster tiles per block with UNPAIRED_BLOCKS. A cluster tile covers one
+ * column of both blocks of a pair, or two columns of an unpaired block. */
 __host__ __device__ inline int columns_each(int columns) {
   return (columns + 1) / 2;
 }
 
-/* Returns CTA `rank`'s tile of cluster tile `t`, with UNPAIRED_BLOCKS and clusters of two, and in
- * `count` its number of valid tokens. Its column may be past the last one. */
+/* Returns the tile of CTA `rank` in cluster tile `t`, for UNPAIRED_BLOCKS and clusters of two. Sets
+ * `count` to its number of valid tokens. Its column may be past the last column. */
 __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g, const Tile &t,
                                                     int columns, int rank, int *count) {
   const int each = columns_each(columns);
@@ -130,7 +130,7 @@ private:
               each = S::UNPAIRED_BLOCKS ? columns_each(columns) : columns;
     const int blocks = *g.schedule.blocks.num_post / S::TOKENS;
     const int rank = S::CLUSTER > 1 ? (int)cluster_rank() : 0;
-    constexpr int CLUSTER_BLOCKS = S::UNPAIRED_BLOCKS ? 1 : S::CLUSTER; // of a tile
+    constexpr int CLUSTER_BLOCKS = S::UNPAIRED_BLOCKS ? 1 : S::CLUSTER; // blocks of a cluster tile
     const int rows = blocks / CLUSTER_BLOCKS;
     // Schedule all but the last tiles in runs.
     const int run = S::RUNS ? g.schedule.run : 1, runs = (each + run - 1) / run;

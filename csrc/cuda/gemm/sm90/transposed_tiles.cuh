@@ -40,7 +40,7 @@ struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>
   // With more sizes of N there are too few registers for wgmmas in flight.
   static constexpr int STEP = 32, LEAST = 96;
   static_assert(TOKENS == 128, "sizes of N");
-  // Tiles of a CTA's outputs in a row of tiles.
+  // Number of tiles that hold a CTA's outputs, in one row of tiles.
   static constexpr int COLUMN_TILES = Base::ROWS / Format::TILE_DEPTH;
   static constexpr int SPAN_BYTES = COLUMN_TILES * Format::MAX_TILE_BYTES;
 
