@@ -151,7 +151,7 @@ typedef enum moelora_align_mode {
   MOELORA_ALIGN_BASE = 0,  /* by expert; a block holds one expert */
   MOELORA_ALIGN_UNIFORM,   /* by (expert, adapter); a block holds one pair */
   MOELORA_ALIGN_SEGMENTED, /* by expert, then adapter; only experts are padded to blocks */
-  MOELORA_ALIGN_SORTING, /* CK-tile's moe_sorting: token ids, weights, empty experts get a block */
+  MOELORA_ALIGN_SORTING,   /* CK-tile's moe_sorting: token ids, weights; a block per empty expert */
 } moelora_align_mode;
 
 /* Rows are sorted by local expert, then adapter (-1 first), then flat row index. The caller chooses
@@ -190,8 +190,8 @@ typedef enum moelora_format {
 /* Format of x or h in the base product with FP8 weights. Adapters always use the unquantized
  * values. */
 typedef enum moelora_x_format {
-  /* 16-bit x (W8A16): weights are dequantized, rounding once. The only choice for other weight
-   * formats. */
+  /* 16-bit x (W8A16): kernels dequantize the weights, with one rounding. The only choice for other
+   * weight formats. */
   MOELORA_X_NATIVE = 0,
   /* W8A8: q = e4m3(x (1/s)) or e4m3(x / s), as stated below, with s and 1/s in float32. e4m3()
    * rounds to nearest even and saturates at 448. A NaN stays NaN, and maxima ignore it. Each 128
@@ -298,7 +298,7 @@ moelora_status moelora_prepare_gemm(const moelora_gemm_args *args, const moelora
 
 /* Gradients of a projection; absent ones are not computed. w is frozen and has none. */
 typedef struct moelora_gemm_grads {
-  moelora_tensor x;            /* in its shape and dtype */
+  moelora_tensor x;            /* in the shape and dtype of forward.x */
   moelora_tensor topk_weights; /* [M, top_k] float32 */
   /* Gradients have the shapes of the factors and the bias, and the dtype of x or float32.
    * num_slices is 0, or that of the factors. */
@@ -387,7 +387,7 @@ moelora_status moelora_prepare_experts(const moelora_experts_args *args, const m
 
 /* Gradients of a layer; absent ones are not computed. w13 and w2 are frozen and have none. */
 typedef struct moelora_experts_grads {
-  moelora_tensor hidden_states; /* [M, K], in its dtype */
+  moelora_tensor hidden_states; /* [M, K], in the dtype of forward.hidden_states */
   moelora_tensor topk_weights;  /* [M, top_k] float32 */
   /* Gradients have the shapes of the factors and biases, and the dtype of hidden_states or float32.
    * num_slices is 0, or that of the factors. */
@@ -396,8 +396,8 @@ typedef struct moelora_experts_grads {
   /* Present: gradients of factors are sparse. The gradient of a factor is [1, S, *, *], with the
    * same S for all factors; pairs [max_loras, E] int32 maps (adapter, local expert) to an index
    * below S. No two may map to the same index. An entry outside 0 to S - 1 means that no gradient
-   * is computed, and indices that no entry has are not written. Gradients of factors that experts
-   * share keep the shape of the factor. */
+   * is computed, and matrices that no entry maps to are not written. Gradients of factors that
+   * experts share keep the shape of the factor. */
   moelora_tensor pairs;
 } moelora_experts_grads;
 
@@ -489,7 +489,7 @@ typedef struct moelora_delta_args {
   int32_t top_k;
   moelora_adapters adapters;
   /* a is absent in an expand, b in a shrink. Factors have the dtype of x or h; with x, out and
-   * topk_ids they may also be float32, and are rounded to it. */
+   * topk_ids they may also be float32, which the call rounds to that dtype. */
   moelora_lora lora;
   moelora_tensor x; /* [M, K] or [P, K] */
   moelora_tensor h; /* [slices, M, top_k, R] */
@@ -546,7 +546,7 @@ bool moelora_variant_usable(int32_t index);
 moelora_status moelora_force_variant(const char *names);
 /* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that GPUs
  * of this capability also run; 0 removes the limit. The environment variable MOELORA_MAX_CC sets
- * the initial limit; if it is not a valid number, every gemm and layer fails. */
+ * the initial limit; if it is not a valid number, every operator fails. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs
  * `variant`, unless a plan with fewer tokens suffices; the plan with most tokens also serves

@@ -63,13 +63,13 @@ enum {
 /* The activation of a layer, with defaults filled in. */
 typedef struct moelora_activation_problem {
   moelora_activation kind;
-  float alpha;      /* GATED: of sigmoid(alpha g), except for gelu; SOFT_CAPPED: cap of g; else 1 */
-  float limit;      /* GATED: upper bound of |u|, infinity: none; SOFT_CAPPED: cap of u, finite */
-  float gate_limit; /* GATED: upper bound of g, infinity: none */
+  float alpha; /* GATED: alpha in sigmoid(alpha g), not for gelu; SOFT_CAPPED: cap of g; else 1 */
+  float limit; /* GATED: upper bound of |u|, infinity: none; SOFT_CAPPED: cap of u, finite */
+  float gate_limit;                   /* GATED: upper bound of g, infinity: none */
   float inverse_alpha, inverse_limit; /* SOFT_CAPPED: reciprocals of the caps */
 } moelora_activation_problem;
 
-/* Or-term: whether `kind` is NAME and CONDITION holds; a false CONDITION generates no code. */
+/* Appends "|| kind is NAME" if the constant CONDITION holds, else "|| false". */
 #define MOELORA_ACTIVATION_WHERE(CONDITION, NAME) || ((CONDITION) && kind == MOELORA_##NAME)
 
 /* Whether w13 has up rows. */
@@ -113,7 +113,7 @@ typedef struct moelora_activation_terms {
   float a, b, c, gate_limit, limit; /* SOFT_CAPPED: a is the cap of g, `limit` that of u */
   float saturated;                  /* |g'| from which on the sigmoid is 0 or 1 in float32 */
   float inverse[2];                 /* SOFT_CAPPED: reciprocals of the caps */
-  bool gated, plain, soft_capped;   /* not SQUARED; SILU; SOFT_CAPPED */
+  bool gated, plain, soft_capped;   /* whether the form is not SQUARED; is SILU; is SOFT_CAPPED */
 } moelora_activation_terms;
 
 static inline moelora_activation_form
@@ -158,7 +158,7 @@ static inline moelora_activation_problem moelora_silu_problem(void) {
 /* Forward and gradient of each form, in float32, for files that define MOELORA_ACTIVATION_MATH and
  * the following functions, for their processor, before they include this header:
  *
- *   moelora_min_nan(x, y), moelora_max_nan(x, y)   NaN if x is
+ *   moelora_min_nan(x, y), moelora_max_nan(x, y)   NaN if x is NaN
  *   moelora_multiply_add(x, y, z)                  x y + z
  *   moelora_sigmoid(x, y)                          sigmoid(x y)
  *   moelora_times_sigmoid(x, y, z)                 x sigmoid(y z)

@@ -60,8 +60,8 @@ static moelora_arg arg_of(const moelora_arguments *all, const moelora_row *row) 
   return MOELORA_ARG(row->name, (const moelora_tensor *)field_of(all, row));
 }
 
-/* Returns whether this file checks the view and the sizes of a row: not for weights, factors,
- * gradients and absent optional tensors. */
+/* Returns whether this file checks the view and the sizes of a row. It does not for numbers,
+ * factors, `special` tensors and absent optional tensors. */
 static bool is_checked(const moelora_arguments *all, const moelora_row *row) {
   const bool optional = row->use == MOELORA_MAY_READ || row->use == MOELORA_MAY_WRITE;
   return row->dtype < MOELORA_CLASS_special &&
@@ -196,7 +196,7 @@ static moelora_status check_distinct(moelora_arg arg) {
   const moelora_tensor *t = arg.tensor;
   if (moelora_span_bytes(t) == 0)
     return MOELORA_OK;
-  /* In increasing order, each stride must exceed the last offset that smaller ones reach. */
+  /* Each stride must exceed the largest offset that all smaller strides together reach. */
   int64_t reach = 0;
   bool done[MOELORA_MAX_DIMS] = {false};
   for (int32_t step = 0; step < t->ndim; step++) {

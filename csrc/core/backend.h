@@ -44,7 +44,7 @@ typedef struct moelora_backend {
   const char *name;
   moelora_status (*count_devices)(int32_t *count);
   /* `enter` makes a device current for the calling thread and saves the previous one in `outer`;
-   * `leave` restores it. All functions below are called in between. */
+   * `leave` restores it. `device_info` and launches are called in between. */
   moelora_status (*enter)(int32_t device_index, int32_t *outer);
   moelora_status (*leave)(int32_t device_index, int32_t outer);
   moelora_status (*device_info)(int32_t device_index, moelora_device_info *info);

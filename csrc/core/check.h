@@ -63,7 +63,7 @@ moelora_label moelora_label_extent(moelora_extent extent);
 moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim, int64_t value,
                                 const char *format, ...) __attribute__((format(printf, 5, 6)));
 
-/* Larger than any address space in use; small multiples of it stay below 2^63. */
+/* No process has more address space; small multiples of this stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
 /* Names of a moelora_dtype, in the order of the enumerators. */
@@ -111,7 +111,7 @@ typedef enum moelora_class {
   MOELORA_CLASS_flags,
   MOELORA_CLASS_ids,
   MOELORA_CLASS_weights,
-  MOELORA_CLASS_special, /* arguments.c checks no views of this class and the next */
+  MOELORA_CLASS_special, /* the checks of views in arguments.c skip this class and the next */
   MOELORA_CLASS_number,
 } moelora_class;
 
@@ -163,7 +163,7 @@ typedef struct moelora_arguments {
   const void *args;
   const moelora_row *rows;
   int32_t count;
-  moelora_arg compute; /* first of its class, whose dtype others must have; tensor NULL: none yet */
+  moelora_arg compute; /* first compute tensor; others must have its dtype; tensor NULL: none yet */
   const moelora_tensor *written; /* an input that is checked as an output; NULL: none */
   const moelora_tensor *aliased; /* an input that shares the memory of an output; NULL: none */
   moelora_extent slots;          /* max_loras; if unknown, the first factor defines it */
@@ -211,11 +211,11 @@ moelora_status moelora_check_weights(moelora_weights_arg *arg, moelora_weights *
 /* Requirements on the factors of a projection. */
 typedef struct moelora_factors_arg {
   moelora_arg like;          /* defines the dtype, unless the factors are wide */
-  bool may_be_wide;          /* may be float32 if `like` is 16-bit, to which they are rounded */
+  bool may_be_wide;          /* may be float32 if `like` is 16-bit; the call then rounds them */
   int32_t least, most;       /* slices */
   const char *slices;        /* end of the message that refuses a number of slices */
   moelora_extent experts, k; /* k.value 0: a[] is not read */
-  moelora_extent n; /* all columns; MOELORA_ANY_SIZE: those of the first slice, for each slice */
+  moelora_extent n; /* columns of all slices; MOELORA_ANY_SIZE: each has as many as the first */
   bool skips_b;
 } moelora_factors_arg;
 
@@ -228,11 +228,11 @@ moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora 
                                      const moelora_factors_arg *arg, moelora_factors *factors);
 
 /* validate.c: checks the arguments of a projection, forward or backward, except `out`; with
- * num_experts, w may be absent. The caller checks that the rows fit. */
+ * num_experts, w may be absent. The caller calls moelora_check_fit(). */
 moelora_status moelora_check_projection(moelora_arguments *all, const moelora_gemm_args *args,
                                         const int32_t *num_experts, moelora_gemm_problem *problem);
 /* validate.c: checks the arguments of a layer, forward or backward, except `out` and `saved`. `all`
- * has the rows of the operator; the caller checks that they fit. */
+ * has the rows of the operator; the caller calls moelora_check_fit(). */
 moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 /* validate.c: checks the tensors that a layer saves for its backward, given saved.gate_up. */

@@ -1,7 +1,7 @@
 /* Costs that plans compare, in nanoseconds on the device.
  *
- * Where plans trade launches for bytes, a launch costs about the same on any GPU, and bytes cost
- * the time of its memory. Measured GPUs have the bandwidth of the measurement.
+ * To compare launches with memory traffic, plans assume that a launch takes the same time on any
+ * GPU. Bytes are divided by the bandwidth, a constant for measured GPUs, else a share of the peak.
  *
  * The time of a projection's tile follows from five resources: memory, L2, tensor cores, shared
  * memory, and the ALUs that dequantize. The slowest resource hides most of the time of the others,
@@ -12,7 +12,7 @@
 #include "core/format.h"
 #include "core/plan_tile.h"
 
-/* Kernels attain less than the peak bandwidth. */
+/* Bandwidth that kernels attain: if the peak is unknown, and as a share of the peak. */
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 

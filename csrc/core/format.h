@@ -59,7 +59,7 @@ static MOELORA_CONSTEXPR moelora_values moelora_values_of(moelora_format format)
       MOELORA_VALUES_NATIVE;
 }
 
-/* Or-term: whether `format` is NAME and CONDITION holds; a false CONDITION generates no code. */
+/* Appends "|| format is NAME" if the constant CONDITION holds, else "|| false". */
 #define MOELORA_WHERE(CONDITION, NAME) || ((CONDITION) && format == MOELORA_##NAME)
 
 static MOELORA_CONSTEXPR bool moelora_is_int4(moelora_format format) {
@@ -262,7 +262,6 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_groups(moelora_format format) {
   return 1 + moelora_has_groups_of_32(format) + 3 * moelora_has_groups_of_16(format);
 }
 
-/* Returns the bytes per scale. */
 static MOELORA_CONSTEXPR int32_t moelora_scale_bytes(moelora_format format) {
   return moelora_has_e8m0_scales(format) || moelora_has_tile_scale(format) ? 1
          : moelora_has_f32_scales(format)                                  ? 4
@@ -276,7 +275,7 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format
              (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
-/* Returns the bytes of an FP8 tile, with four scales (two used: halves of K) or one per row. */
+/* Returns the bytes of an FP8 tile: values, and one scale per row or four (two in use). */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
   return MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4;
 }

@@ -11,8 +11,8 @@ static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
 /* variants.c: return a row of the tables by index or by name, NULL: there is none. */
 const moelora_variant *moelora_variant_at(int32_t index);
 const moelora_variant *moelora_find_variant(const char *name, size_t length);
-/* Returns the first row with the device, role, method, dtype, family and flags of `like`, and its
- * block_n, block_k, warps, ctas and spans, of which 0 matches any. */
+/* Returns the first row with the device, role, method, dtype, family and flags of `like`, and with
+ * its block_n, block_k, warps, ctas and spans; a 0 in these matches any value. */
 const moelora_variant *moelora_variant_like(const moelora_variant *like);
 /* Whether a projection row also has a kernel that stores the values before the activation. */
 bool moelora_variant_saves(const moelora_variant *variant);
@@ -126,12 +126,12 @@ typedef struct moelora_shrink_load {
   bool boxes;     /* tensor maps can describe A, and offsets of rows of x fit 32 bits */
   int64_t listed; /* segments listed for whole-segment kernels, with empty ones; 0: none */
   const moelora_variant *tuned; /* row to use if it supports the problem; NULL: none */
-  /* over blocks of a GEMM */
+  /* only for a shrink over blocks of a GEMM */
   int64_t max_blocks;
   int32_t block_rows;
   bool by_position; /* x is in alignment order, not gathered */
   int64_t x_rows;   /* rows of x, if it is gathered */
-  /* over windows */
+  /* only for a shrink over windows */
   moelora_delta_order order;
   const moelora_routes *routes;
   const moelora_list_blocks *lists;

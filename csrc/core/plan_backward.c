@@ -45,14 +45,13 @@ static moelora_gemm_backward_needs find_gemm_needs(const moelora_gemm_backward_p
 
 /* Returns the rows per block for an average number of rows per expert. As in the forward, blocks
  * exceed the average, so that nearly every expert fits in one. For larger experts, a k step of a
- * cluster takes 512 + 5 n cycles for n rows in either CTA (bytes through shared memory), so fewer,
+ * cluster of two CTAs with n rows each takes 512 + 5 n cycles, bound by shared memory, so fewer,
  * larger blocks are faster; if an expert has many blocks, larger ones only add padding. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : rows <= 192 || rows > 640 ? 128 : 144;
 }
 
-/* Returns the CTAs per cluster: two, which multicast weights, if most experts fill several
- * blocks. */
+/* Returns the CTAs per cluster: two, which multicast weights, if many experts exceed one block. */
 static int32_t cluster_of(int64_t rows) {
   return rows <= 116 ? 1 : 2;
 }
@@ -85,8 +84,8 @@ static bool is_vector_product(const back_load *load) {
 /* Access modes that all products of a call allow. */
 typedef struct back_access {
   bool vectors, tma;
-  moelora_kernel_format format;       /* weights of the last product, whose kernel is chosen */
-  moelora_kernel_format first_format; /* weights of the first product, over the same blocks */
+  moelora_kernel_format format;       /* weights of the product that choose() picks a kernel for */
+  moelora_kernel_format first_format; /* weights of the first product, which uses the same blocks */
 } back_access;
 
 /* Hopper kernels read tiles of gate and up rows as consecutive rows of K, without padding. */
@@ -148,7 +147,8 @@ static moelora_status choose(const moelora_routes *routes, moelora_dtype dtype,
   return moelora_no_kernel_for(dtype, weights, device);
 }
 
-/* Returns the number of scheduler counters: one, and on Hopper one per tile, for its successor. */
+/* Returns the number of scheduler counters: one for the tiles fetched and, on Hopper, one per tile
+ * for the tile that follows it. */
 static int64_t num_counters(const moelora_routes *routes, const moelora_weights *w,
                             const moelora_variant *v) {
   if (v->needs != MOELORA_SM90)
@@ -175,7 +175,7 @@ static moelora_back_product_plan plan_product(const moelora_routes *routes, cons
   };
 }
 
-/* Rejects factors B whose row stride exceeds 32 bits, which the shrink cannot address. */
+/* Rejects factors B whose row stride exceeds INT32_MAX: the shrink cannot address them. */
 static moelora_status check_factors(const char *name, const moelora_factors *lora) {
   for (int32_t i = 0; i < lora->num_slices; i++)
     MOELORA_TRY(moelora_check_row_stride(name, lora->b[i].stride_i));
@@ -251,7 +251,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   MOELORA_TRY(moelora_check_row_stride("dout", stride));
   plan->copies_dout = stride < 0;
   plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
-  /* otherwise the product writes dz to the workspace */
+  /* false: the product writes dz to the workspace */
   const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
   const moelora_factors lora = moelora_rounded_layout(&p->lora, p->w.k, routes->num_experts);
   MOELORA_TRY(check_factors("lora_b", &lora));

@@ -13,11 +13,11 @@
 #define WARP_BYTES 131072. /* bytes that a warp of an expand moves per wave */
 
 enum {
-  LIKELY_ADAPTERS = 8, /* in one batch: many slots may be idle */
+  LIKELY_ADAPTERS = 8, /* adapters in one batch; other slots may be idle */
   THIN_ROWS = 8,       /* per (expert, adapter): from here on, an expand mostly moves outputs */
   THIN_RANKS = 64,
-  LONG_ROWS = 256,  /* per expert, from which segments are listed: 32 of each of 8 adapters */
-  EXPAND_ITEMS = 8, /* per warp: rereads B seldom, and leaves no warp idle */
+  LONG_ROWS = 256,  /* per expert, from which the sort lists segments: 32 for each of 8 adapters */
+  EXPAND_ITEMS = 8, /* per warp: enough to keep all warps busy, few enough to reread B seldom */
   MIN_PART = 32,    /* rows per item of an expand */
   MAX_WAVES = 6,
 };
@@ -73,9 +73,9 @@ static bool is_thin(const moelora_factors *lora, bool gated, bool vectors) {
   return vectors && !gated && lora->max_rank <= THIN_RANKS;
 }
 
-/* Whether the variant accumulates ranks in the order of this problem, which must depend on the
- * tensors only. A product takes 16 consecutive ranks, or four of every eight in 32
- * (delta/expand.cuh). */
+/* Whether the variant accumulates ranks in the order that the problem requires. The order depends
+ * on the tensors only, so that variants return the same bits: an mma multiplies 16 consecutive
+ * ranks, or four of every eight in 32 (delta/expand.cuh). */
 static bool has_rank_order(const moelora_variant *v, const expand_load *load) {
   const bool neighbors = !load->vectors || step_ranks(load->lora->max_rank) == 16;
   return neighbors == (v->block_k == 16);
@@ -203,7 +203,7 @@ static moelora_shrink_load begin_shrink(const moelora_routes *routes, moelora_dt
   return load;
 }
 
-/* Plans projection i of a call, after the order of its rows. */
+/* Plans projection i of a call, after plan_order(). */
 static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
                                       const moelora_device_info *device, moelora_delta_plan *plan) {
   if (p->silu_and_mul && p->lora.num_slices != 1 && p->lora.num_slices % 2 != 0)

@@ -13,7 +13,7 @@ static bool is_few(const moelora_routes *routes, const moelora_access *access,
 }
 
 /* Whether one tensor map covers the weights of all experts: strided rows, or contiguous tiles. For
- * quantized weights, one bulk copy loads adjacent K tiles. */
+ * quantized weights: whether one bulk copy can load adjacent K tiles. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts) {
   const int64_t tile = MOELORA_PACK * MOELORA_PACK;
   if (moelora_is_quantized(w->format))
@@ -181,7 +181,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
   return tuned && moelora_variant_runs_on(tuned, device) ? tuned : NULL;
 }
 
-/* Prefers a tuned variant to the picked one, unless that is forced. */
+/* Returns the tuned variant if it supports the problem, unless the picked one is forced. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked,
                                            const moelora_access *access,
@@ -283,7 +283,7 @@ moelora_status moelora_plan_experts(const moelora_experts_problem *problem,
                !(problem->w13.packed && moelora_is_gated(activation) &&
                  (moelora_is_interleaved(activation) || problem->intermediate % 64 != 0));
   access.x_groups_of_64 = quantizes_by_64(&problem->w13) || quantizes_by_64(&problem->w2);
-  /* One kernel runs both projections. */
+  /* One kernel runs both projections, which therefore must have the same format. */
   access.decode = access.vectors && access.format == access.second &&
                   !problem->apply_router_weight_on_input &&
                   problem->routes.num_tokens <= MOELORA_DECODE_TOKENS &&

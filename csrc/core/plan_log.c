@@ -59,8 +59,8 @@ const char *moelora_last_plan(void) {
 }
 
 /* Logs the first line of a call, and returns whether the launches on a GPU follow. `shape` formats
- * the sizes a and b. variant: the kernel whose block size the alignment has; NULL: none. named:
- * number of recorded kernels that are printed as one name, that of the first. */
+ * the sizes a and b. variant: the kernel whose block size the alignment has; NULL: none. named: how
+ * many of the first recorded kernels are printed as one, by the name of the first. */
 static bool log_plan(const char *operator, const char *shape, int64_t a, int64_t b,
                      const char *dtype, const moelora_routes *routes,
                      const moelora_device_info *device, int32_t named,

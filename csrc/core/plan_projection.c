@@ -16,7 +16,7 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 
-/* A projection right after another one cannot start early: its CTAs are spread over all SMs. */
+/* Spreads the CTAs of a projection that follows another one, since it cannot start early anyway. */
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
   return v->needs == MOELORA_SM90 && !has_adapters(load) && load->x_rows_each == 0 &&
                  moelora_shares_sm(v->block_n)
@@ -44,8 +44,8 @@ static bool cuts_boxes(const moelora_projection_load *load) {
          load->lora->slice_n % 2 != 0;
 }
 
-/* Returns the number of counters of a tile scheduler: one, and with dynamic scheduling one per
- * tile, for its successor. SIZE_MAX exceeds any workspace. */
+/* Returns the number of counters of a tile scheduler: one for the tiles fetched and, if it is
+ * dynamic, one per tile for the next tile. SIZE_MAX exceeds any workspace. */
 static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
     return 1;
@@ -55,8 +55,8 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
 }
 
-/* Maximum number of column tiles of a block in a run. Longer runs look up rows less often, but
- * reread the weights of a column later. */
+/* Maximum number of column tiles of a block in a run. With longer runs, kernels look up rows less
+ * often, but more time passes until another block reads the same weights. */
 enum { MAX_RUN_COLUMNS = 8 };
 
 /* Returns the number of tiles in a run of the dynamic tile scheduler: 1 if a tile has enough k

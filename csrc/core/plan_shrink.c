@@ -4,28 +4,28 @@
  * it depends only on K, and on 16-byte alignment. */
 #include "core/plan.h"
 
-/* Measured on an H200, except for those that follow from a kernel. */
+/* Values measured on an H200, or limits of a kernel. */
 enum {
   RESIDENT_WARPS = 16, /* per SM, which leaves 128 registers per thread */
   THIN_SEGMENT = 4,    /* tokens; with fewer, the loads of A dominate */
   FAT_SEGMENT = 64,    /* tokens; from here on, loads of A and of x matter */
-  FEW_TOKENS = 32,     /* per item, if larger items would leave CTAs idle */
-  MANY_TOKENS = 48,    /* per item, for which A is read once */
-  NARROW = 32,         /* up to so many rows of A, one warp computes all */
+  FEW_TOKENS = 32,     /* maximum per item, if larger items would leave CTAs idle */
+  MANY_TOKENS = 48,    /* maximum per item otherwise: larger items reread A less */
+  NARROW = 32,         /* maximum rows of A that count as narrow */
   STAGED_RANKS = 64,   /* maximum of segments.cu: more would exceed its registers */
-  HALF_ROWS = 16, /* with more rows of x, memory is the bound: leaves registers to the next GEMM */
-  BLOCK_SHARES = 8,   /* work units per block and tile of ranks */
-  SHARE_ITEMS = 32,   /* maximum items of a work unit: items.cuh */
-  THIN_SHARES = 2,    /* work units per block with a row or two: more would delay the next GEMM */
-  LISTED_KEYS = 4096, /* maximum number of listed segments: every CTA counts the items of all */
+  HALF_ROWS = 16,      /* rows of x, above which half of the registers are left to the next GEMM */
+  BLOCK_SHARES = 8,    /* work units per block and tile of ranks */
+  SHARE_ITEMS = 32,    /* maximum items of a work unit: items.cuh */
+  THIN_SHARES = 2, /* per tile of ranks, if blocks have at most a row: more delays the next GEMM */
+  LISTED_KEYS = 4096,     /* maximum number of listed segments: every CTA counts the items of all */
   NARROW_LONG_ROWS = 320, /* windows: rows per expert from which narrow segments count as long */
   LONG_WINDOW_ROWS = 8,   /* windows: minimum rows per SM for whole segments */
-  MANY_SEGMENTS = 6,      /* per SM */
+  MANY_SEGMENTS = 6,      /* minimum per SM that counts as many */
 };
 
-/* Minimum tokens per segment, and rows per SM, for whole-segment kernels: below, other kernels
- * reread few operands. If x is in alignment order, the segments are listed while the kernel that
- * writes x drains; if x is gathered, both minima are multiplied by `gathered`. */
+/* Minimum tokens per segment, and rows per SM, for whole-segment kernels: with fewer, the other
+ * kernels reread little of A. If x is in alignment order, the segments are listed while the kernel
+ * that writes x drains; if x is gathered, both minima are multiplied by `gathered`. */
 typedef struct long_segment {
   int32_t tokens, rows_of_unit, gathered;
 } long_segment;
@@ -123,9 +123,9 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
          load->rows >= factor * from.rows_of_unit * device->num_units;
 }
 
-/* Returns the number of work units that the items of a block are distributed to. One unit per warp,
- * if that is at least a quarter of the usual number: with a second unit, warps search blocks again,
- * for at most one item, while the next GEMM waits for the SM. */
+/* Returns the number of work units per block. Prefers one unit per warp, if that makes at least a
+ * quarter of the usual number: a warp with a second unit would search another block for at most one
+ * item, while the next GEMM waits for the SM. */
 static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
                          const moelora_device_info *device) {
   const int64_t chunks = moelora_divide_up(load->columns, v->block_n);
@@ -185,7 +185,7 @@ moelora_shrink_plan moelora_plan_shrink_blocks(const moelora_shrink_load *load,
 
 /* ---- windows ---- */
 
-/* Items of a batch for a kernel. In an unsorted batch, every row may be a segment. */
+/* Rows per item, and items, of a batch. In an unsorted batch, every row may be a segment. */
 typedef struct fit {
   int64_t part, items, ctas; /* CTAs resident on the GPU */
 } fit;
@@ -207,7 +207,7 @@ static fit fit_of(const moelora_shrink_load *load, const moelora_variant *v,
   return f;
 }
 
-/* Whether there are items for nearly all CTAs. */
+/* Whether there are items for at least three quarters of the CTAs. */
 static bool suits(const moelora_shrink_load *load, const moelora_variant *v,
                   const moelora_device_info *device) {
   const fit f = fit_of(load, v, device);

@@ -16,8 +16,8 @@ enum {
   MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
   ROUND_WORDS = 1000, /* words of the table that a CTA reads in the time in which it counts
                          MOELORA_SORT_THREADS items */
-  TINY_ITEMS = 64,    /* of the variant by pairwise comparison, for compact outputs */
-  /* lists: each CTA computes the layout redundantly, which pays off for this many rows */
+  TINY_ITEMS = 64,    /* maximum for the sort by pairwise comparison, which needs compact outputs */
+  /* lists: minimum rows per CTA, since each CTA computes the whole layout */
   PART_ROWS = 4096,
   MAX_PARTS = 32,
 };
@@ -48,7 +48,7 @@ static const moelora_variant *choose(int64_t items, bool compact, const moelora_
   return NULL;
 }
 
-/* Plans one sort. compact: there are no empty blocks and no memory to zero. */
+/* Plans one sort. compact: empty experts get no block, and there is no memory to zero. */
 static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows, bool compact,
                                    const moelora_device_info *device,
                                    const moelora_variant *tuned) {

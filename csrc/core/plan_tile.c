@@ -34,17 +34,17 @@ typedef struct shape_bound {
  * shapes are equal on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite; `python -m moelora
  * tune` measures another GPU). */
 static const shape_bound native_shapes[] = {
-    {8, {16, 1}},          /* bound by reading the weights */
-    {26, {32, 1}},         /* rereading a few experts costs less than wider instructions */
-    {44, {64, 1}},         /* Hopper: 96, which is faster than two CTAs with 64 tokens per SM */
-    {80, {96, 1}},         /* the largest tile with two CTAs per SM */
-    {116, {128, 1}},       /* tensor cores begin to limit: x is read once per 256 weight rows */
+    {8, {16, 1}},    /* bound by reading the weights */
+    {26, {32, 1}},   /* rereading a few experts' weights costs less than a wider mma */
+    {44, {64, 1}},   /* Hopper has no native tile of 64: 96 is faster than two CTAs of 64 per SM */
+    {80, {96, 1}},   /* the largest tile with two CTAs per SM */
+    {116, {128, 1}}, /* tensor cores begin to limit: x is read once per 256 weight rows */
     {INT64_MAX, {144, 2}}, /* bound by tensor cores: multicast shares the weights */
 };
 
-/* Each block dequantizes its weights again: for an expert in two blocks, this costs more than wider
- * instructions (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens nearly every expert fits
- * one block at 128 rows on average, two at 256. */
+/* Each block dequantizes its weights again: for an expert in two blocks, that costs more than one
+ * block with a wider mma (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens nearly every
+ * expert fits one block at 128 rows on average, two at 256. */
 static const shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
@@ -97,9 +97,8 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *v,
   return NULL;
 }
 
-/* Whether an epilogue of the kernel stores outputs by flat row, as a single projection returns
- * them; within a layer, kernels choose the layout. For quantized tiles of 128 weight rows, it is
- * GENERAL. */
+/* Whether a Hopper kernel can store outputs by flat row, which a single projection returns: by the
+ * PLAIN epilogue (moelora_stores_by_row), or by the GENERAL one with 128 weight rows. */
 static bool stores_flat_rows(const moelora_variant *v) {
   return moelora_stores_by_row(v) || (v->cluster == 1 && v->block_n == 128);
 }

@@ -8,7 +8,7 @@
  * accesses (vectors), TMA boxes of 64 weight rows (tma), a single launch of a layer (decode). */
 typedef struct moelora_access {
   bool vectors, tma, decode;
-  bool few;       /* few enough tokens and rows that a single launch is faster */
+  bool few;       /* a single launch of the layer is faster than several */
   bool saves;     /* the layer also stores values for its backward */
   bool layer;     /* a whole layer, whose kernels choose the layout of h and z */
   int64_t x_rows; /* number of rows of x, which kernels index */

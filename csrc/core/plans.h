@@ -118,8 +118,8 @@ static inline int32_t moelora_cluster_blocks(const moelora_variant *v) {
   return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
 
-/* Whether several clusters read the weights of an average expert, since it has more rows than the
- * blocks of one cluster. Token-major clusters pair blocks, too. */
+/* Whether an average expert has more rows than the blocks of one cluster, so that several clusters
+ * read its weights. A cluster of token-major tiles also has `cluster` blocks: it pairs them. */
 static inline bool moelora_reads_weights_again(const moelora_variant *v, int64_t rows_per_expert) {
   return rows_per_expert > (int64_t)v->block_m * v->cluster;
 }
@@ -127,8 +127,8 @@ static inline bool moelora_reads_weights_again(const moelora_variant *v, int64_t
 /* The length of a span of K is a multiple of this: a cache line of 16-bit values. */
 #define MOELORA_LINE 64
 
-/* Every shrink splits K into spans, sums each separately, and adds the sums in order. Returned:
- * number of spans; length of all but the last. `vectors`: x and A are 16-byte aligned. */
+/* Every shrink splits K into spans and adds their sums in order. The functions return the number of
+ * spans, and the length of all but the last. `vectors`: x and A are 16-byte aligned. */
 #define MOELORA_LONG_DEPTH 4096
 static inline int32_t moelora_shrink_spans(int64_t depth, bool vectors) {
   return vectors && depth >= MOELORA_LONG_DEPTH ? 8 : 4;
@@ -146,24 +146,23 @@ static inline int32_t moelora_shrink_span(int64_t depth, bool vectors) {
 #define MOELORA_SORT_GROUP 128
 #define MOELORA_SORT_KEYS 7680
 
-/* Ranks of a layer or a projection are smaller on a GPU, so that adapter and true rank fit a word:
- * a packed rank is adapter * MOELORA_RANKS + rank. */
+/* On a GPU, ranks of a layer or a projection must be less than this, so that adapter and true rank
+ * fit a word: a packed rank is adapter * MOELORA_RANKS + rank. */
 #define MOELORA_RANKS 4096
 
-/* Limits of deltas whose windows CTAs sort as they load them: routed rows, and (expert, adapter)
- * pairs, each of which has a bin in the smallest window. */
+/* Limits of MOELORA_GROUPED: routed rows, and (expert, adapter) pairs. The smallest window has 256
+ * rows and six bins per row: one for each pair, and one more. */
 #define MOELORA_WINDOW_ROWS 512
 #define MOELORA_WINDOW_PAIRS (6 * 256 - 1)
 
-/* One sort. */
 typedef struct moelora_sort_plan {
   const moelora_variant *variant;   /* NULL: none */
   uint32_t num_chunks, chunk_items; /* CTAs, and items per CTA */
-  uint32_t num_rows, row_chunks;    /* of the table of counts: its rows, and chunks per row */
+  uint32_t num_rows, row_chunks;    /* rows of the table of counts, and chunks per row */
   size_t table_bytes;
 } moelora_sort_plan;
 
-/* All of an alignment. */
+/* The sorts of an alignment, and the launches around them. */
 typedef struct moelora_align_plan {
   moelora_sort_plan tokens; /* tokens by adapter, before the sort of rows by expert; only if one
                                sort would have too many keys */
@@ -262,10 +261,10 @@ typedef struct moelora_back_product_plan {
   bool shrinks_vectors; /* y and the factors B allow 16-byte accesses */
   int64_t num_counters; /* of the tile scheduler */
   int32_t l2_elements;
-  bool weights_again; /* as of a projection */
+  bool weights_again; /* as in moelora_projection_plan */
 } moelora_back_product_plan;
 
-/* Intermediate results that a requested gradient depends on. */
+/* Intermediate results that a requested gradient depends on, named as in cpu/backward.c. */
 typedef struct moelora_backward_needs {
   bool v; /* also dgu, h, dt */
   bool dz;
@@ -291,7 +290,7 @@ typedef enum moelora_delta_order {
   MOELORA_LISTED,   /* by the caller's lists */
 } moelora_delta_order;
 
-/* Intermediate results that a requested gradient of a projection depends on. */
+/* Intermediate results that a requested gradient depends on, named as in cpu/gemm_backward.c. */
 typedef struct moelora_gemm_backward_needs {
   bool dz, yb, xa;
 } moelora_gemm_backward_needs;
@@ -303,10 +302,10 @@ typedef struct moelora_gemm_backward_plan {
   /* CUDA */
   moelora_back_product_plan product;
   moelora_align_plan align;
-  moelora_shrink_plan shrink; /* x A^T again */
+  moelora_shrink_plan shrink; /* recomputes x A^T */
   bool copies_dout;           /* flat rows of dout are not equally spaced */
   int64_t dout_stride;        /* between flat rows, of the copy if there is one */
-  const moelora_variant *sum; /* NULL: every routed row has a row of x */
+  const moelora_variant *sum; /* sums dz over top_k to dx; NULL: not needed */
 } moelora_gemm_backward_plan;
 
 /* A delta, LoRA without a base product: one projection, or the two of an adapter MLP. */
@@ -316,7 +315,7 @@ typedef struct moelora_delta_plan {
   moelora_family family; /* family of the kernels */
   moelora_delta_order order;
   bool xa_vectors;          /* x A^T allows 16-byte accesses */
-  moelora_align_plan align; /* MOELORA_SORTED */
+  moelora_align_plan align; /* only for MOELORA_SORTED */
   moelora_shrink_plan shrink[2];
   moelora_expand_plan expand[2];
   const moelora_variant *sum;

@@ -27,7 +27,7 @@ typedef struct moelora_routes {
   int64_t topk_weights_stride[2];
   const int32_t *expert_map; /* [num_global]; NULL: ids are local */
   int32_t num_global;
-  /* adapters; if token_lora_mapping.data is NULL, every row is a base row */
+  /* adapters; if token_lora_mapping.data is NULL, rows are base rows, or lists define adapters */
   int32_t max_loras;
   moelora_ids token_lora_mapping; /* [M] */
   const int32_t *lora_ranks;      /* [max_loras]; NULL: the stack's R */
@@ -217,7 +217,7 @@ typedef struct moelora_delta_problem {
   int64_t out_stride[2];
 } moelora_delta_problem;
 
-/* Whether no row has an adapter. */
+/* Whether the call has nothing to do: it has no rows or no adapters. */
 static inline bool moelora_is_idle_delta(const moelora_delta_problem *problem) {
   const bool any = problem->lists.sorted_token_ids
                        ? problem->lists.num_active > 0
@@ -284,8 +284,8 @@ static inline bool moelora_is_map_stride(int64_t stride) {
   return stride < (int64_t)1 << 39;
 }
 
-/* Whether tensor maps can describe the factors, if these allow 16-byte accesses. A box must lie
- * within `rows` rows. */
+/* Whether the strides of factors that allow 16-byte accesses fit a tensor map. `rows`: maximum
+ * number of rows that one of its strides spans. */
 static inline bool moelora_are_map_factors(const moelora_factor *factors, int32_t count,
                                            int64_t rows) {
   bool all = true;

@@ -59,7 +59,7 @@ static moelora_status check_built(const moelora_variant *variant) {
                       variant->name);
 }
 
-/* A size that determines the workspace, with its name in moelora.h; 0: it does not. */
+/* A size that determines the workspace, with its name in messages; 0: not mentioned. */
 typedef struct named_size {
   const char *name;
   int64_t value;

@@ -1,4 +1,4 @@
-/* Validates the operators that compute: weights, LoRA factors, activations, outputs. */
+/* Validates projections and layers: sizes, activations, saved tensors, outputs. */
 #include "core/check.h"
 
 #include <float.h>
@@ -20,7 +20,7 @@ static void name_sizes(moelora_arguments *all, const moelora_weights_arg *arg, c
   moelora_name_size(all, n, arg->n);
 }
 
-/* Without a mapping or without factors, no row has an adapter: drops what is left of them. */
+/* Drops all adapter arguments if mapping or factors are absent: then no row has an adapter. */
 static void drop_unused_adapters(moelora_routes *routes, moelora_factors *first,
                                  moelora_factors *second) {
   if ((first->num_slices || second->num_slices) && routes->token_lora_mapping.data)
@@ -141,7 +141,7 @@ static moelora_status check_activation(const moelora_experts_args *args,
       check_number("activation_alpha", args->activation_alpha, kind, ALPHA, &problem->alpha));
   MOELORA_TRY(
       check_number("activation_limit", args->activation_limit, kind, LIMIT, &problem->limit));
-  if (problem->alpha == 0) /* takes none */
+  if (problem->alpha == 0) /* the activation takes none */
     problem->alpha = 1;
   if (problem->limit == 0)
     problem->limit = INFINITY;

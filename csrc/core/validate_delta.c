@@ -2,7 +2,7 @@
  * both; and SGLang's MLP. */
 #include "core/check.h"
 
-/* ---- one adapter ---- */
+/* ---- one projection ---- */
 
 /* Takes the number of rows from topk_ids; or, for lists, from num_tokens and top_k. */
 static moelora_status take_extents(moelora_arguments *all, const moelora_delta_args *args,

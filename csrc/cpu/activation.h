@@ -60,7 +60,7 @@ static inline float moelora_tanh_slope(float x) {
 #define MOELORA_TANH_SPLIT 0.625f
 
 /* Returns cap tanh(x / cap) to 3 ulp, and its derivative; `inverse` = 1 / cap must be normal. The
- * linear term of the polynomial (Cephes' tanhf) is x itself, so that a huge cap changes nothing. */
+ * linear term of the polynomial (Cephes' tanhf) is x itself, so that a huge cap returns x. */
 static inline float moelora_soft_cap(float x, float cap, float inverse, float *slope) {
   const float z = x * inverse, a = fabsf(z), square = z * z;
   float poly = -5.70498872745e-3f;

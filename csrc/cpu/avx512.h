@@ -49,7 +49,7 @@ static inline __m512i rounded_bf16(__m512 x) {
   return _mm512_mask_add_epi32(bits, numbers, bits, half);
 }
 
-/* Returns the bytes of words [4 q][4 s][4 b] by column, 16 s + 2 q + (b / 2) + 8 (b % 2). */
+/* Orders the bytes of words [4 q][4 s][4 b] by their column, 16 s + 2 q + b / 2 + 8 (b % 2). */
 static inline __m512i by_columns(moelora_format format, const void *words) {
   typedef uint32_t lanes __attribute__((vector_size(64)));
   const __m512i slabs = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

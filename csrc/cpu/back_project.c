@@ -1,4 +1,4 @@
-/* Products y W of the backward (the forward computes x W^T), without transposed weights.
+/* Products y W of the backward (the forward computes x W^T), without transposing the weights.
  *
  * A task is (expert, block of columns, part of the expert's rows). It copies its columns of W to a
  * float32 panel, which all rows of the part share:

@@ -8,8 +8,8 @@
 /* Columns of a block, rows that are multiplied at once, and depth of a pass. */
 enum { MOELORA_BACK_COLUMNS = 64, MOELORA_BACK_ROWS = 48, MOELORA_BACK_DEPTH = 512 };
 
-/* Columns of rows, as add_rows reads them: in place, or from `copy` if they are not float32 or must
- * be padded to ROW_STEP columns. */
+/* Some columns of several rows, as add_rows reads them: in place, or from `copy` if the rows are
+ * not float32 or the columns must be padded to a multiple of MOELORA_ROW_STEP. */
 typedef struct moelora_panel {
   const float **rows;
   float *copy; /* [rows, BACK_COLUMNS] */
@@ -21,7 +21,7 @@ typedef struct moelora_back_scratch {
   float *c;             /* [BACK_COLUMNS, BACK_COLUMNS] accumulators */
   moelora_panel panel;  /* [depth, BACK_COLUMNS] columns of weights, or of rows */
   moelora_panel factor; /* [rank, BACK_COLUMNS] columns of a factor A */
-  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] transposed columns of rank rows */
+  float *ranks;         /* [BACK_COLUMNS, PART_ROWS] columns of xa or yb, transposed */
 } moelora_back_scratch;
 
 typedef struct moelora_back_call {
@@ -36,7 +36,7 @@ typedef struct moelora_back_call {
   const float *weight; /* [P] routing weights t of the outputs; NULL: 1 */
 } moelora_back_call;
 
-/* Allocates the arrays. `depth`: maximum number of rows of the weights in a panel; `rank`: of A. */
+/* Allocates the arrays. `depth`, `rank`: maximum rows of a panel of weights, and of one of A. */
 void moelora_back_call_take(moelora_back_call *call, const moelora_gradient_pairs *pairs,
                             int64_t depth, int64_t rank, moelora_arena *arena);
 /* Sorts the rows, finds their segments, and copies the table of sparse gradients, which other
@@ -54,7 +54,7 @@ typedef struct moelora_loaded_rows {
 
 void moelora_cpu_load_rows(const moelora_back_call *call, const moelora_loaded_rows *rows,
                            float *to);
-/* Multiplies rank rows [P, slices, R] of rows with an adapter by call->weight, and rounds them. */
+/* In rows with an adapter, multiplies xa or yb [P, slices, R] by call->weight, and rounds it. */
 void moelora_cpu_weigh_ranks(const moelora_back_call *call, const moelora_factors *lora,
                              float *rows);
 

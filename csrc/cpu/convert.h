@@ -1,5 +1,5 @@
-/* Conversions between float32 and the 16-bit types in plain C, which compilers vectorize. They
- * round to nearest even and make NaN quiet. */
+/* Conversions between float32 and the 16-bit types in plain C, which compilers vectorize.
+ * Conversions to 16 bits round to nearest even and make NaN quiet. */
 #ifndef MOELORA_CPU_CONVERT_H
 #define MOELORA_CPU_CONVERT_H
 

@@ -101,7 +101,6 @@ void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_we
 void moelora_cpu_fp8_row(const moelora_cpu_kernels *kernels, const moelora_weights *w,
                          moelora_dtype dtype, const char *tile, int64_t r, void *to);
 
-/* Returns the weights of one expert. */
 static inline moelora_weights moelora_expert_weights(const moelora_weights *w, moelora_dtype dtype,
                                                      int64_t expert) {
   moelora_weights one = *w;
@@ -152,7 +151,7 @@ struct moelora_projection {
                const float *values);
   void *out;
   int64_t out_stride[2];
-  bool mul_routed_weight, add; /* of moelora_cpu_emit_out */
+  bool mul_routed_weight, add; /* used by moelora_cpu_emit_out */
 };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec);
@@ -187,9 +186,9 @@ static inline char *moelora_cpu_out(const moelora_projection *p, int64_t row, in
   return (char *)p->out + (size_t)at * moelora_dtype_bytes(p->variant->dtype);
 }
 
-/* combine.c: implementations of `emit`. They write
+/* combine.c: implementations of `emit`. They write, in this order,
  *   operands by sorted position,
- *   float32 by flat row, from first_column on,
+ *   float32 by flat row, with first_column as the first column of a row,
  *   the caller's output: out = (or +=) values, times routing weights with mul_routed_weight. */
 void moelora_cpu_emit_operands(const moelora_projection *projection, int64_t at, int64_t begin,
                                int64_t count, const float *values);

@@ -1,8 +1,8 @@
 /* Deltas, LoRA without a base product, over the sorted rows that have an adapter:
  *
  *   shrink   xa [rows, slices, R] by sorted position, operands         (lora.c)
- *   expand   c [block_m, block_n] = xa B^T, written to out, or to z [P, columns] float32 for the
- *            sum over a token's rows, or through silu_and_mul
+ *   expand   c [block_m, block_n] = xa B^T, with silu_and_mul silu(gate) * up of c, written to out
+ *            or, for the sum over a token's rows, to z [P, columns], float32
  *
  * If only one half runs, it reads or writes the caller's h. An adapter MLP runs two projections. */
 #include <string.h>
@@ -21,7 +21,7 @@ static void rows_take(const moelora_routes *routes, bool listed, moelora_arena *
                       delta_rows *rows) {
   moelora_routes few = *routes;
   if (listed)
-    few.num_experts = 0; /* lists are sorted: needs no counts per expert */
+    few.num_experts = 0; /* lists need no offsets per expert */
   moelora_sorted_take(&few, arena, &rows->sorted);
   rows->active = moelora_take_array(arena, (size_t)routes->num_rows, 1);
 }
@@ -118,7 +118,7 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
       .total_columns = p->gated ? columns / 2 : columns,
   };
   tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
-  /* Splits rows only if columns give too few tasks, since each chunk rereads its part of B. */
+  /* Splits rows only if columns make too few tasks: each chunk of rows rereads its part of B. */
   const int64_t wanted = moelora_ceil_div(4 * workers, tasks.column_blocks);
   tasks.row_chunk =
       moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));

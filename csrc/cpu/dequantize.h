@@ -13,8 +13,8 @@
  *   dequantize_e4m3(bf16, first, second, scale, to)        32 columns of an FP8 row, which are two
  *                                                          chunks: rounded value * scale
  *
- * After e2m1 words are reordered to nibbles, byte b of word (q, s) of `words` [4 q][4 s][4 bytes]
- * is column 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble belongs to the first row and indexes
+ * After MOELORA_GATHER reorders the words, byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is
+ * column 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble belongs to the first row and indexes
  * low[s G / 4] for G groups per row, its high nibble to the second row and high[s G / 4]. */
 #ifndef MOELORA_CPU_DEQUANTIZE_H
 #define MOELORA_CPU_DEQUANTIZE_H
@@ -50,7 +50,7 @@ INLINE float scale_of(const bool bf16, const moelora_format format, const uint8_
 INLINE table group_table(const bool bf16, const moelora_format format, const uint8_t *tile,
                          const uint8_t *scale, const uint8_t *zero) {
   const float from = moelora_has_zeros(format) ? *zero : moelora_is_int4(format) ? 8 : 0;
-  const bool exact = bf16 && moelora_has_e8m0_scales(format); /* products of e2m1 */
+  const bool exact = bf16 && moelora_has_e8m0_scales(format); /* e2m1 times a power of two */
   float tile_scale = 1;
   if (moelora_has_tile_scale(format))
     memcpy(&tile_scale, tile + moelora_tile_scale_offset(format), sizeof tile_scale);

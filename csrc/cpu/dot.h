@@ -11,8 +11,7 @@
  *   zero(), multiply_add(a, b, s)     s + products of a and b
  *   add_lanes(s0, s1, s2, s3)         __m128 of the four totals
  *
- * The order of additions depends only on k, so the result of a row is bit-identical in every
- * instance. */
+ * The order of additions depends only on k, so a row's result has the same bits for any m and n. */
 
 static inline __attribute__((always_inline)) void dot_tile(const int rows, const bool fetch,
                                                            const bool ragged, int64_t columns,

@@ -1,4 +1,4 @@
-/* Rows of a backward, stored as float32 that are rounded to the dtype of the call. */
+/* Rows of a backward: float32 values, rounded to the dtype of the call. */
 #ifndef MOELORA_CPU_F32_ROWS_H
 #define MOELORA_CPU_F32_ROWS_H
 

@@ -5,7 +5,7 @@
  *
  *   c [block_m, block_n] = x w^T            the tile
  *   c += xa B^T                             segment by segment
- *   c += bias; activation                   gate columns in the left half of c, up in the right
+ *   c += bias; activation                   gate and up: left and right half of c, or alternating
  *   emit(row)                               rounds, and writes where the next step reads */
 #include <string.h>
 
@@ -135,8 +135,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
     active += rows > 0;
     longest = moelora_max(longest, rows);
   }
-  /* Balances workers by several tasks each: with few experts, narrows the blocks of columns; splits
-   * rows only if that does not suffice, since each chunk rereads the weights. */
+  /* Aims at four tasks per worker: with few experts, narrows the blocks of columns, and splits rows
+   * only if that does not suffice, since each chunk rereads the weights. */
   const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   while (tasks.columns > MIN_COLUMNS &&
          active * moelora_ceil_div(tasks.total_columns, tasks.columns) < wanted)

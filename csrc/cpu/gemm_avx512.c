@@ -44,7 +44,7 @@ static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_
 
 static inline void look_up_16(__m128i bytes, table low, table high, operand *to_low,
                               operand *to_high) {
-  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* indices; the low four bits count */
+  const __m512i place = _mm512_cvtepu8_epi32(bytes); /* indices; lookups use the low four bits */
   _mm512_storeu_ps(to_low, _mm512_permutexvar_ps(place, low));
   _mm512_storeu_ps(to_high, _mm512_permutexvar_ps(_mm512_srli_epi32(place, 4), high));
 }

@@ -38,7 +38,7 @@ static inline table both(table first, table second) {
 }
 
 /* Looks up 32 columns. Entry n is 16-bit half 2 n + 1 of a table, or half 2 n in lanes where
- * `halves` is 0; the low five bits of an index count. */
+ * `halves` is 0; only the low five bits of an index are used. */
 static inline void look_up_32(__m256i bytes, __m512i halves, table low, table high, operand *to_low,
                               operand *to_high) {
   const __m512i place = _mm512_cvtepu8_epi16(bytes);

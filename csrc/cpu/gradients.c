@@ -1,7 +1,7 @@
-/* Computes gradients of factors and biases, sums over the rows that share these.
+/* Computes gradients of factors and biases, each a sum over rows.
  *
- *   gradient[l, e] (+)= ranks^T wide        over the rows of an (adapter, expert): of A
- *   gradient[l, e] (+)= wide^T ranks        the same: of B
+ *   A: gradient[l, e] (+)= ranks^T wide     over the rows of an (adapter, expert)
+ *   B: gradient[l, e] (+)= wide^T ranks     over the same rows
  *
  * A sparse gradient only has matrices of some (l, e), at gradient[0, pairs[l, e]].
  *
@@ -50,7 +50,7 @@ void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gra
   }
 }
 
-/* Stores values, or adds them, to `to`, rounded to the dtype of the gradient. */
+/* Stores values to `to`, or adds them, and rounds to the gradient's dtype. Overwrites `values`. */
 static void put(const moelora_variant *variant, moelora_dtype dtype, bool add, float *values,
                 int64_t count, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);

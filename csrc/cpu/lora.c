@@ -92,7 +92,7 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
                        shrink_chunk, &tasks);
 }
 
-/* A factor B, whose rows [from, to) are within given output columns of the projection. */
+/* A factor B, and its rows [from, to), which belong to given output columns of the projection. */
 typedef struct factor_b_part {
   moelora_weights b;
   int64_t from, to;

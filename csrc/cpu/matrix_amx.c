@@ -1,6 +1,6 @@
 /* Products of bf16 rows on AMX tiles of 16 weight rows by 16 token rows by 32 elements of K:
  *
- *   A    [16 weight rows][32 of K]           as the weights lie
+ *   A    [16 weight rows][32 of K]           in the layout of the weights
  *   B    [16 pairs of K][16 token rows][2]   a step of a panel
  *   C    [16 weight rows][16 token rows]     float32 sums, transposed when they are added to c
  *
@@ -97,7 +97,7 @@ static inline bool is_whole(const weight_rows *w, int64_t left) {
 /* Copies a step to `copy`, with zeros past the rows and past K. */
 static void copy_step(const weight_rows *w, int64_t byte, int64_t left) {
   const __mmask32 lanes = lanes_of(left);
-  order_memory(); /* not before the previous load from `copy` */
+  order_memory(); /* keeps the stores below after earlier loads from `copy` */
   for (int64_t i = 0; i < ROWS; i++)
     _mm512_storeu_si512(w->copy + 64 * i, i < w->count ? _mm512_maskz_loadu_epi16(
                                                              lanes, w->from + i * w->stride + byte)
@@ -176,7 +176,7 @@ static void multiply(int64_t m, int64_t n, int64_t k, const void *panels, int64_
                      float *c, int64_t ldc) {
   float sums[2][2][ROWS * ROWS] __attribute__((aligned(64)));
   char copies[2][TILE_BYTES] __attribute__((aligned(64)));
-  order_memory(); /* not before the caller's stores of panels and weights, even if inlined */
+  order_memory(); /* keeps tile loads after the caller's stores, even if this is inlined */
   for (int64_t j = 0; j < n; j += 2 * ROWS) {
     const char *from = (const char *)weights + j * w_stride;
     const bool two_weights = n - j > ROWS;

@@ -59,7 +59,7 @@ static void pack_scale(const moelora_quantized_problem *p, int64_t at, uint8_t *
   memcpy(to, &bits, sizeof bits);
 }
 
-/* Packs the scales and zeros of row n, row r of the tile, from column k on. */
+/* Packs the scales and zeros of row n of the weight (row r of the tile), from column k on. */
 static void pack_groups(const moelora_quantized_problem *p, int64_t expert, int64_t n, int32_t r,
                         int64_t k, uint8_t *tile) {
   const int32_t groups = moelora_tile_groups(p->tiles.format);
@@ -113,7 +113,7 @@ static void pack_fp8(const moelora_quantized_problem *p, int64_t expert, int64_t
   const moelora_weights *w = &p->tiles;
   const bool of_rows = moelora_has_row_scales(w->format);
   const float *scales = (const float *)p->scales + expert * p->scales_stride[0];
-  float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* scales of columns, or of rows */
+  float *to = (float *)(tile + MOELORA_FP8_TILE_VALUES); /* per row, or per 64 columns */
   for (int32_t r = 0; r < MOELORA_PACK; r++) {
     const int64_t n = moelora_row_of_tile(w->order, w->n, first + r);
     if (n < 0)
@@ -164,7 +164,7 @@ typedef struct unpack_tasks {
   const moelora_cpu_kernels *kernels;
 } unpack_tasks;
 
-/* Stores operands to row `at` of the tiles, unless it is padding. */
+/* Stores the operands of row `at` of the tiles to its row of the output, unless it is padding. */
 static void store_row(const unpack_tasks *tasks, int64_t expert, int64_t at, int64_t k,
                       int64_t count, const void *operands) {
   const moelora_quantized_problem *p = tasks->problem;

@@ -1,6 +1,6 @@
 /* Quantizes rows of x to e4m3 for FP8 weights (see moelora_x_format in moelora.h):
  *
- *   s = scale of a K group, of a row, or given
+ *   s                      = scale per K group or per row, or x_scale of the layout
  *   values [rows, K]       = e4m3(x / s) for per-row s, otherwise e4m3(x (1/s))
  *   scales [rows, groups]  = s, repeated if groups share it
  *

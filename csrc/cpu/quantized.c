@@ -1,9 +1,9 @@
-/* Products with quantized weights, a few rows of which at a time are dequantized to operand rows.
+/* Products with quantized weights: a few weight rows at a time are dequantized to operand rows.
  *
- * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has two such
- * pairs of rows for `dot`, whose products are not adjacent in c, or eight pairs for matrix
- * registers. FP8 rows are dequantized one by one. Passes over K and operands are those of tile.c,
- * so that results are bit-identical to products with the unpacked weights.
+ * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has eight such
+ * pairs of rows for matrix registers, or two for `dot`; products of `dot` are then not adjacent in
+ * c. FP8 rows are dequantized one by one. Passes over K and operands are those of tile.c, so that
+ * results are bit-identical to products with the unpacked weights.
  *
  * If x is e4m3, a pass covers one scale group of K: the sum of unscaled products is multiplied by
  * both scales and added to c, in the order of K, whatever the number of rows. */
@@ -44,7 +44,7 @@ static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
 }
 
 /* A pass over the operand rows in `w`, `row_bytes` apart. The product of row j is added to column
- * columns[j] of c, or to none if that is negative. */
+ * columns[j] of c, or dropped if columns[j] is negative. */
 typedef struct pass {
   int64_t depth, row_bytes;
   int64_t count; /* number of rows, at most rows_at_once() */
@@ -277,7 +277,7 @@ void moelora_cpu_quantized_tile(const moelora_variant *variant, const moelora_we
                                 float *c, int64_t ldc, moelora_scratch *scratch) {
   const bool e4m3 = w->x != MOELORA_X_NATIVE;
   const int64_t step = e4m3 ? 128 : variant->block_k;
-  tile_rows rows[2][2]; /* of up to two ranges */
+  tile_rows rows[2][2]; /* [range][gate or up] */
   for (int i = 0; i < num_ranges; i++)
     find_rows(w, ranges[i].begin, ranges[i].end, rows[i]);
   for (int64_t k = 0; k < w->k; k += step) {

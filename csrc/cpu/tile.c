@@ -2,9 +2,9 @@
  *
  * Both operands are contiguous along K, so nothing is transposed. The loops, from the outermost,
  * are over passes of block_k elements of K, over MOELORA_DOT_N weight rows at a time, which stay in
- * L1, and (in `dot`) over all m token rows. Weights that are packed, or not operands, are copied to
- * scratch->w. For matrix registers, a pass packs x into panels, and multiplies 16 or more weight
- * rows at once. */
+ * L1, and (in `dot`) over all m token rows. Weights that are packed, or must be converted to
+ * operands, are copied to scratch->w. For matrix registers, a pass packs x into panels, and
+ * multiplies 16 or more weight rows at once. */
 #include <string.h>
 
 #include "cpu/cpu.h"

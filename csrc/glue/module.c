@@ -1,4 +1,4 @@
-/* The extension moelora._C. Importing it registers the operators; its functions query the core. */
+/* The extension moelora._C: registers the operators on import, and wraps functions of the core. */
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 #include <ctype.h>
@@ -178,8 +178,8 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Stores the name of the package, that of the module without "._C": "moelora", or that of a copy
- * that Hugging Face's `kernels` loads. Characters that torch does not allow become '_'. */
+/* Stores the package's name, which is the module's without "._C": "moelora", or the name under
+ * which Hugging Face's `kernels` loads a copy. Characters that torch does not allow become '_'. */
 static void name_of_package(PyObject *module, char name[MOELORA_NAMESPACE_BYTES]) {
   const char *full = PyModule_GetName(module);
   const char *end = full ? strrchr(full, '.') : NULL;

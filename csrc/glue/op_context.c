@@ -63,7 +63,7 @@ static moelora_dtype dtype_from_torch(int32_t code) {
 /* Address of tensors without elements, since NULL means absent. */
 static char no_elements[256] __attribute__((aligned(256)));
 
-/* Distance of the addresses of meta tensors, so large that none overlap. */
+/* Distance between the addresses of meta tensors, so large that none overlap. */
 static const uintptr_t meta_spacing = (uintptr_t)1 << 57;
 
 static void *meta_address(const moelora_op_context *ctx) {
@@ -81,8 +81,8 @@ static const char *device_name(int32_t type) {
                                                  : "another device type";
 }
 
-/* Checks that a view lies within its storage. If that was freed or shrunk, torch returns NULL or a
- * stale address. */
+/* Checks that a view lies within its storage. If a storage was freed or shrunk, torch returns NULL
+ * or a stale address. */
 static void check_storage(moelora_op_context *ctx, moelora_arg arg, AtenTensorHandle handle) {
   const int64_t span = moelora_span_bytes(arg.tensor);
   int64_t bytes = 0, offset = 0;

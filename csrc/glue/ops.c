@@ -1,4 +1,4 @@
-/* Runs the operators of alignment, layers and weights (ops.inc). */
+/* Runs the operators of alignment, projections, layers and weights (ops.inc). */
 #include <inttypes.h>
 
 #include "core/backend.h"
@@ -19,7 +19,7 @@
   }
 #include "core/operators.inc"
 
-/* Ignores rows of a layout beyond those of its tiles; the core refuses such a call later. */
+/* Ignores rows of a layout beyond those of the tiles; the core refuses such a call later. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
   const bool tiles = moelora_is_quantized(layout->format);
   const int64_t rows = w->size[1] * (tiles || w->ndim == 5 ? MOELORA_PACK : 1);
@@ -28,14 +28,14 @@ int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout) {
 
 static int64_t num_blocks(const moelora_align_args *args) {
   if (args->block_size < 1 || args->num_experts < 1 || args->max_loras < 0)
-    return 0; /* the core reports it */
+    return 0; /* the core refuses these numbers */
   return moelora_align_max_blocks(args->mode, op_num_rows(&args->routing.topk_ids),
                                   args->num_experts, args->max_loras, args->block_size);
 }
 
 void op_run_align(moelora_op_context *ctx, moelora_align_args *args) {
   int64_t blocks = num_blocks(args), rows = blocks * args->block_size, one = 1;
-  if (rows > INT32_MAX) { /* before they are allocated */
+  if (rows > INT32_MAX) { /* checked before the outputs are allocated */
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "%" PRId64 " blocks of block_size, which is %d, are %" PRId64
             " rows, expected at most 2147483647",
@@ -123,7 +123,7 @@ void op_run_unpack(moelora_op_context *ctx, op_unpack_args *op) {
   const moelora_dtype dtype = compute_dtype(ctx, op->dtype);
   const int32_t side = moelora_tile_depth(args->layout.format);
   const int64_t most[] = {tiles->size[1] * MOELORA_PACK, tiles->size[2] * side};
-  if (rows < 1 || rows > most[0]) /* before they are allocated */
+  if (rows < 1 || rows > most[0]) /* checked before the output is allocated */
     op_fail(ctx, MOELORA_INVALID_ARGUMENT,
             "rows is %" PRId64 ", expected 1 to tiles.size(1) * 64, which is %" PRId64, rows,
             most[0]);

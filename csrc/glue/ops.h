@@ -6,7 +6,7 @@
 #include "core/backend.h"
 #include "glue/op_context.h"
 
-/* Arguments of operators that have more of them than the core. */
+/* Arguments of operators that have more arguments than their function in moelora.h. */
 typedef struct op_unpack_args {
   moelora_unpack_quantized_args args;
   int32_t columns, dtype; /* dtype: 0 is bfloat16, 1 float16 */

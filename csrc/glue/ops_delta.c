@@ -1,5 +1,5 @@
 /* Runs the operators of deltas and vLLM's alignment (ops.inc). Most run one moelora_delta, which
- * writes to the first tensor; they differ in the steps, shrink or expand, and in the rows. */
+ * writes to the first tensor. They differ in steps (shrink, expand) and in the source of rows. */
 #include "glue/ops.h"
 
 /* Without sorted_token_ids, expert_ids takes the place of topk_ids. */

@@ -1,5 +1,5 @@
-/* Host side of alignment: plans the launches of a sort and their workspace. UNIFORM blocks whose
- * key space needs two sorts are padded by an additional launch.
+/* Host side of alignment: launches of the sorts, and their workspace. If UNIFORM mode needs two
+ * sorts, an additional launch pads the blocks.
  *
  * All sorts use resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids.
  * A launch overlaps the previous one by programmatic dependent launch where the GPU supports it. */
@@ -108,7 +108,7 @@ static align_sort describe_tokens(const moelora_align_problem *problem,
   return sort;
 }
 
-/* Adds the members that only a layer uses. Blocks of one row (for adapters) need no balancing. */
+/* Adds the members that only moelora_blocks has. Blocks of one row need no balancing. */
 static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   if (!blocks)
     return;
@@ -123,8 +123,7 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* Resolves the routes `from`, unless NULL: by a launch of its own if `resolves`, else in the
- * sort. */
+/* Resolves the routes `from`, unless NULL: by a separate launch if `resolves`, else in the sort. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, bool resolves,
                                const moelora_exec *exec) {

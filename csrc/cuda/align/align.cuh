@@ -8,13 +8,13 @@
  *   UNIFORM        key = (expert, adapter)  ways = 1
  *   SEGMENTED      key = (expert, adapter)  ways = adapter_keys: a group is an expert
  *
- * Let c[k] be the number of items with key k. Group g starts at block b[g] = sum of ceil(c /
- * block_size) over the previous groups, and the i-th item of key k, in item order, is placed at
- * b[g] * block_size + (items of g with smaller keys) + i. A CTA owns a chunk of consecutive items.
- * From the number of items of each key before its chunk (`before`) and in total (`total`) it
+ * Group g starts at block b[g] = sum of ceil(items / block_size) over the previous groups. The i-th
+ * item of key k, in item order, is placed at b[g] * block_size + (items of g with smaller keys) +
+ * i, unless `grain` spreads the items of g over its blocks. A CTA owns a chunk of consecutive
+ * items. From the number of items of each key before its chunk (`before`) and in total (`total`) it
  * computes the rest itself, so that CTAs need no communication, no state has to be reset, and the
- * order is deterministic. Each CTA writes its own items and its share of padding, block ids and
- * the unused tail.
+ * order is deterministic. Each CTA writes its own items and its share of padding, block ids and the
+ * unused tail.
  *
  * align/tiny.cu: each item is compared with all others; one launch, no bins. align/small.cu: each
  * CTA reads all items and counts them itself; one launch. align/large.cu: a first launch counts

@@ -42,12 +42,12 @@ struct align_sort {
   int32_t *sorted_ids;       /* [max_blocks * block_size] */
   int32_t *expert_ids;       /* [max_blocks] */
   int32_t *block_loras;      /* [max_blocks] */
-  int32_t *block_counts;     /* [max_blocks] items per block; requires grain > 0 */
+  int32_t *block_counts;     /* [max_blocks] items per block */
   int32_t *block_pairs;      /* [max_blocks] as in moelora_blocks */
   int32_t *row_loras;        /* [max_blocks * block_size] */
   bool packs_ranks;          /* row_loras are packed ranks */
   moelora_segment *segments; /* [num_keys]; only if a group has several keys */
-  int32_t *positions;        /* [num_items] position of each item, -1 if skipped */
+  int32_t *positions;        /* [P] position of each flat row, -1 if skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */
   int32_t *tile_counters;    /* [num_counters] set to zero */

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   const int32_t padding = (int32_t)p.routes.num_rows, lane = threadIdx.x % 32;
   for (int32_t b = part * ALIGN_WARPS + threadIdx.x / 32; b < used; b += p.parts * ALIGN_WARPS) {
     int32_t low = 0,
-            high = experts; // find the expert of b: the last whose first block is not after b
+            high = experts; // find the expert of b: the last with block[expert] <= b
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
       if (block[middle] <= b)

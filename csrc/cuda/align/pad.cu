@@ -2,8 +2,8 @@
  * alignment if there are too many pairs to count in shared memory.
  *
  * A single CTA processes the rows in tiles. A segment is a run of rows of one pair. Row i of a
- * segment that begins at row f opens a block if (i - f) % block_size == 0, and the number of blocks
- * opened so far is its block index. The work is linear in rows: two scans per tile, no atomics. */
+ * segment that begins at row f opens a block if (i - f) % block_size == 0. A row is in the block
+ * that was opened last. The work is linear in rows: two scans per tile, no atomics. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 

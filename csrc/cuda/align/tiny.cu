@@ -1,13 +1,13 @@
 /* Sorts up to ALIGN_TINY_ITEMS items in one launch: each item is compared with all others, without
- * bins to clear, count and scan. All CTAs do so; the first one places the items, all share the
+ * bins to clear, count and scan. All CTAs compare; the first one places the items, all share the
  * rest of the output. An item has four lanes, each of which compares it with a quarter of the
  * others. If the caller's tables must be resolved first, a single CTA does everything. */
 #include "cuda/align/align.cuh"
 #include "cuda/align/resolve.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
-constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: as in quad_sum() */
-/* Enough that each warp writes the padding of one or two groups. */
+constexpr int LANES = 4, THREADS = LANES * ALIGN_TINY_ITEMS; /* LANES: quad_sum() adds four */
+/* Enough that each warp writes the padding of at most one group. */
 constexpr uint32_t CTAS = 16;
 
 /* Per-item data that other threads read: the key, with the index in the low bits; and for a group's
@@ -21,7 +21,7 @@ struct tiny_shared {
   int32_t expert[ALIGN_TINY_ITEMS], adapter[ALIGN_TINY_ITEMS]; /* of rows and tokens, resolved */
 };
 
-/* Resolves the caller's tables, with separate threads for rows, for tokens and for the others. */
+/* Resolves the caller's tables. Separate threads do rows, tokens and the other tables. */
 static __device__ __forceinline__ void resolve(const align_sort &s, const ResolveParams &tables,
                                                tiny_shared &shared) {
   constexpr int32_t EACH = ALIGN_TINY_ITEMS;

@@ -1,6 +1,6 @@
 /* The backward of a layer: sequence of launches and workspace.
  *
- *   [round factors], resolve, align, [list rows of gradients], [weigh x],
+ *   [round factors], resolve, align, [weigh x], [list rows of gradients],
  *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation,
  *   shrink by B13, dz = dgu W13 + yb13 A13, sum to dx, [dt], [factors], [biases]
  *
@@ -170,7 +170,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
 
 /* ---- steps ---- */
 
-/* Computes yb2, then v and with it h, dgu and dt. */
+/* Computes yb2, then v, fused with those of h, dgu and dt that are needed. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
                                const moelora_exec *exec) {

@@ -32,7 +32,7 @@ typedef struct moelora_weight_gradients {
 moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
                                              const moelora_exec *exec);
 
-/* zero.cu: zeroes a gradient; of a sparse one, only the entries whose index is in `pairs`. */
+/* zero.cu: zeroes a gradient; of a sparse one, only the matrices whose index is in `pairs`. */
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                           int64_t num_pairs, const moelora_exec *exec);
 

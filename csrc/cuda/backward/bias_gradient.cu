@@ -1,8 +1,8 @@
 /* Gradients of biases: bias[e] (+)= sum over the rows of expert e, including base rows.
  *
- * A CTA sums kColumns columns of one expert. A lane is 16 threads, which load a row, 8 columns
- * each. Lane i % 16 sums row i of the expert, and the sums of the 16 lanes are added in order, so
- * the order of additions only depends on the expert's rows. */
+ * A CTA sums kColumns columns of one expert with 16 teams (`lane`) of 16 threads; a thread has 8
+ * columns. Team i % 16 adds row i of the expert, and the sums of the 16 teams are added in order,
+ * so the order of additions only depends on the expert's rows. */
 #include "cuda/align/align.cuh"
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/launch/kernel_launch.cuh"

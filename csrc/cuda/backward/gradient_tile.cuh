@@ -18,13 +18,13 @@ struct GradientProduct {
   int32_t slices, max_rank, padded_rank, columns;
   bool weighted, transposed;
   bool ranks_vectors, wide_vectors; // operands allow 16-byte accesses
-  bool gradient_vectors;            // gradients allow them, per 8 elements
+  bool gradient_vectors;            // gradients allow them for each 8 elements
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
   int32_t column_tiles;
   int32_t first_tile, tiles; // first tile within a part; number of tiles
   struct {
-    int32_t columns, first; // number of column tiles; first tile within a pair with few rows
+    int32_t columns, first; // number of column tiles, and first tile, for a pair with few rows
   } few;
 };
 

@@ -30,9 +30,9 @@ template <int RANKS_> struct GradientShape {
   static constexpr int CTAS = RANKS == 128 ? 2 - kSpared : RANKS == 64 ? 4 - kSpared : 4;
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int WARP_COLUMNS = 32;
-  static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16
-  /* Number of steps whose row indices are in shared memory: STAGES have rows in flight, STAGES are
-   * prefetched. */
+  static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16 tiles
+  /* Number of steps whose row indices are in shared memory: those of the stages, and as many after
+   * them. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
@@ -102,7 +102,7 @@ template <class T, class S> struct PartTile {
   }
 
   __device__ __forceinline__ int rank() const { return min(part.rank, p.max_rank); }
-  /* Returns how many ranks the slice has from column `own` of the tile on. */
+  /* Returns how many true ranks the slice has from column `own` of the tile on. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = tile.rank + own, slice = at >= p.padded_rank;
     return at < p.slices * p.padded_rank ? rank() - at + slice * p.padded_rank : 0;
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     }
     if (next < shared.all)
       tile_of(next, shared.part[own ^ 1]).load_first(shared);
-    tile_of(work, part).store(shared); // tile recomputed: the K loop needs all registers
+    tile_of(work, part).store(shared); // find the tile again: the K loop needs all registers
     __syncthreads();                   // all threads have read the sums
   }
 }

@@ -44,7 +44,7 @@ typedef struct moelora_gradient_split {
   int32_t slot, parts;
 } moelora_gradient_split;
 
-/* Parts of the gradients of one kind, in the workspace. */
+/* Parts of all gradients of pairs, or of adapters, in the workspace. */
 typedef struct moelora_gradient_parts {
   moelora_gradient_part *few;    /* [max_few] pairs of at most few_rows rows, not split */
   moelora_gradient_part *part;   /* [max_parts] all other parts */
@@ -64,11 +64,11 @@ typedef struct moelora_gradient_rows {
   moelora_gradient_parts adapters; /* of adapters; part is NULL if not requested */
   bool zeroes;                     /* gradients without rows get a part with 0 rows */
   const int32_t *given;            /* [max_loras * E] the caller's indices in sparse gradients */
-  int32_t num_sparse;              /* other indices have no gradient */
+  int32_t num_sparse;              /* indices outside 0 to num_sparse - 1 have no gradient */
   int32_t *sparse; /* [max_loras * E] copy of `given`; NULL: gradients are not sparse */
 } moelora_gradient_rows;
 
-/* Selects the parts of moelora_gradient_rows that a call fills. */
+/* Determines which members of moelora_gradient_rows a call fills. */
 typedef struct moelora_gradient_uses {
   bool shared;          /* some factor has one gradient for all experts */
   bool weighted;        /* some product has weights */
@@ -92,9 +92,9 @@ moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *rout
                                                       const moelora_gradient_uses *uses,
                                                       moelora_arena *arena);
 
-/* Fills the list. Reads resolved routes (token_lora_mapping, topk_weights if weighted) and, for
- * blocks of more than one row, sorted_ids, expert_ids, counts, packed_ranks and num_post; uses
- * `segments` if the sort has listed them, instead of searching. */
+/* Fills the list. Reads resolved routes (token_lora_mapping, lora_ranks, and topk_weights if
+ * weighted), and of `blocks`, with rows > 1, sorted_ids, expert_ids, counts, packed_ranks and
+ * num_post; reads `segments` instead of searching, if the sort has listed them. */
 moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list,
                                                const moelora_routes *routes,
                                                const moelora_blocks *blocks,
@@ -159,13 +159,13 @@ typedef struct moelora_bias_launch {
   bool accumulate;
 } moelora_bias_launch;
 
-/* Reads resolved routes (topk_weights if weighted), and the same members of blocks as the list,
- * except packed_ranks. */
+/* Reads resolved routes (topk_weights if weighted), and the same members of blocks as
+ * moelora_cuda_list_gradient_rows, except packed_ranks. */
 moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);
 
-/* Float32 factors of a layer with a 16-bit dtype, and the same factors with data rounded to that
+/* Float32 factors of a call with a 16-bit dtype, and the same factors with data rounded to that
  * dtype, in the arena. `depth` is the K of A. */
 typedef struct moelora_rounded_factors {
   moelora_factors from, to; /* `to` is not wide */

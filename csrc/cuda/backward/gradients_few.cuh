@@ -2,8 +2,8 @@
  * outputs.
  *
  *   CTA     keeps all rows of `ranks` of a pair in shared memory, up to RANKS columns of each
- *   warp    processes slabs of 32 columns of `wide`: cp.async of rows in its own pipeline,
- *           mma.sync, exchange through the last stage that it has read, 16-byte stores
+ *   warp    processes slabs of 32 columns of `wide`: copies rows by cp.async in its own pipeline,
+ *           runs mma.sync, reorders the sums through the stage read last, stores 16 bytes per lane
  *
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
  * ones have one slice. The gradient's rows are the M of m16n8k16: ranks of A, columns of B. K is
@@ -64,7 +64,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   const GradientProduct &p;
   const moelora_gradient_part &part;
   const int32_t *wide_row; // by row of the pair; padded to a multiple of 16 with the first row
-  uint32_t sRanks, sWide;  // of this warp
+  uint32_t sRanks, sWide;  // sWide: of this warp
   int rank;                // true rank of the part
   int first_rank;          // column of ranks where the tile begins
   int first_column, slabs; // of this warp
@@ -235,7 +235,8 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
       for (int i = 0; i < TILES; i++) {
         const int from = 16 * (m + i);
         const bool second = !TRANSPOSED && p.slices > 1 && first_rank + from >= p.padded_rank;
-        // A tile rarely has ranks of the second slice. p.columns - columns is the lane's column.
+        // Tiles with ranks of the second slice are rare: only these compute the slab's column
+        // again, from of_first.
         store_lines(second ? lines_of(1, p.columns - of_first.columns - lane() % UNITS * 8)
                            : of_first,
                     from, sLines + 16 * i * PITCH);
@@ -292,7 +293,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
   }
 };
 
-/* Copies the rows of `ranks` to shared memory and scales them. All threads must call it. */
+/* Copies the rows of `ranks` to shared memory, weighted if p.weighted. All threads must call it. */
 template <class T, class S>
 __device__ __forceinline__ void
 load_few_ranks(const GradientLaunch &s, const GradientProduct &p, const moelora_gradient_part &part,

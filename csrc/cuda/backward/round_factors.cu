@@ -18,7 +18,7 @@ struct RoundedFactor {
   int64_t stride_l, stride_e, stride_i, all_rows;
   int32_t experts, rows, columns;
   int32_t cta_rows;      // rows per CTA
-  moelora_divisor units; // units per row
+  moelora_divisor units; // units of 4 elements, or of 1, per row
   bool quads;
   int64_t first, ctas; // first CTA, number of CTAs
 };

@@ -13,7 +13,7 @@ struct GradientLaunch {
 };
 
 /* The columns of an operand that a thread copies to shared memory: 8 consecutive elements of each
- * of its rows, of which `size` are valid. */
+ * of its rows; the first `size` are valid. */
 template <class T> struct RowCopies {
   const T *from; // its columns in row 0
   int size;      // valid elements; the rest is zero-filled

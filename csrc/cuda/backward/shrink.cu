@@ -27,15 +27,15 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kSplits = 2; // units per listed segment
-// LISTED is used up to kListedRows rows per pair on average, with TOKENS = 32 up to kFewRows,
-// unless pairs outnumber rows kEmptyPairs times: most units would be empty.
+// LISTED is used up to kListedRows rows per pair on average, with TOKENS = 32 up to kFewRows; not
+// with more than kEmptyPairs pairs per row, when most units would be empty.
 constexpr int64_t kListedRows = 64, kFewRows = 24, kEmptyPairs = 8;
 
 /* Segments with few rows are bound by latency: their CTAs are small, with many on an SM. */
 template <int TILES_, int TOKENS_, bool LISTED_> struct BackShape {
   static constexpr int TILES = TILES_, TOKENS = TOKENS_;
   static constexpr bool LISTED = LISTED_;
-  static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // of 16 rows
+  static constexpr int RANKS = 16 * TILES, GROUPS = TOKENS / 16; // groups of 16 rows
   static constexpr int STAGES = TOKENS == 64 ? 4 : 3, CTAS = TOKENS == 64 ? 3 : TILES > 2 ? 5 : 6;
   // Maximum number of m16 rank tiles per warp. With two groups, each has at least two warps, which
   // split its ranks; with four, a group may have a single warp.
@@ -81,7 +81,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   uint32_t base;
   PartPositions position;
   int slice, chunk, expert;
-  uint32_t row[S::GROUPS]; // of y, for row threadIdx.x / 8 + X_ROWS * i of the part
+  uint32_t row[S::GROUPS]; // row of y of row threadIdx.x / 8 + X_ROWS * i of the part
 
   /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void shrink_part(const BackShrinkParams &p, uint32_t 
   }
 }
 
-/* Processes every kSplits-th TOKENS rows of a listed segment of `expert`, from `split` on. */
+/* Processes every kSplits-th group of TOKENS rows of a listed segment, from group `split` on. */
 template <class T, bool VECTORS, class S>
 __device__ __forceinline__ void shrink_listed(const BackShrinkParams &p, uint32_t base, int4 listed,
                                               int expert, int split, int slice, int chunk) {

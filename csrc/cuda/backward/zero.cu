@@ -1,4 +1,4 @@
-/* Zeroes a gradient to which no row contributes; of a sparse one, the entries whose index is in
+/* Zeroes a gradient to which no row contributes; of a sparse one, the matrices whose index is in
  * `pairs`. A CTA zeroes a row. */
 #include "cuda/backward/backward.h"
 #include "cuda/launch/kernel_launch.cuh"

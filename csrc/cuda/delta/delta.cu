@@ -10,7 +10,7 @@
 
 namespace {
 
-/* Rows that wait to be summed over top_k. */
+/* Rows z, before the sum over top_k. */
 struct Waiting {
   void *data; // [P, stride]
   int64_t stride;

@@ -20,7 +20,7 @@
 
 namespace {
 
-/* CTAs per SM, limited by registers: B takes 16 of them per 16 ranks. */
+/* CTAs per SM, limited by registers: 16 ranks of B take 16 registers per thread. */
 template <int STEPS, bool SILU, bool VECTORS>
 constexpr int kCtas = VECTORS ? (STEPS == 4 && !SILU ? 3 : 2) : 1;
 /* Number of stages: as many as fit kPortableShared. */
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
       const int to = min(from + kPart, w.high[segment]);
       const int rank = w.rank[from];
       int count = min(tiles - at.tile, at.left);
-      __syncwarp(); // all lanes have read it
+      __syncwarp(); // all lanes have read `next`
       next = {at.work_unit, at.item + 1, 0, at.left - count};
       __syncwarp();
       int slice = at.tile / slice_tiles;

@@ -5,8 +5,8 @@
  *            load of 16 (8) bytes fills its slots of two (one) products
  *   columns  slot j of product t holds column 8 (j / 2) + 2t + j % 2 of a group, so that a
  *            lane ends up with 8 adjacent columns of rows lane / 4 and lane / 4 + 8
- * A stage holds them in that order: a panel is 8 rows of up to 32 ranks, and lane t reads its t-th
- * 16 (8) bytes. All global accesses are whole sectors. */
+ * A stage holds operands in that order: a panel is 8 rows of up to 32 ranks, and lane t reads its
+ * t-th 16 (8) bytes. All global accesses are whole sectors. */
 #ifndef MOELORA_CUDA_DELTA_EXPAND_CUH
 #define MOELORA_CUDA_DELTA_EXPAND_CUH
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_columns(const delta_expand &p, int64_t at,
 
 /* Offsets in elements of the rows of a window, and their weights. */
 template <int ROWS> struct RowAddresses {
-  int64_t xa[ROWS], out[ROWS]; // in slice 0, in column 0
+  int64_t xa[ROWS], out[ROWS]; // of slice 0, of column 0
   float weight[ROWS];
 };
 
@@ -178,7 +178,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
 
   uint32_t b[2][4][LOADS][CHUNK / 2];
 
-  /* Copies eight elements to shared memory, of which the first `count` are valid. */
+  /* Copies eight elements to shared memory; the first `count` are valid. */
   static __device__ __forceinline__ void copy_vector(char *to, const T *from, int count) {
     if constexpr (VECTORS)
       copy_async_16(shared_address(to), from, 16, count > 0);

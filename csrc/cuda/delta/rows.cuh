@@ -83,8 +83,8 @@ __device__ __forceinline__ int64_t for_each_list(const delta_rows &r, Visit visi
   return before;
 }
 
-/* Returns the number of windows, including those of sorted rows without an adapter: reading their
- * number first would cost every kernel a round trip to memory before its first load. */
+/* Returns the number of windows. For sorted rows, this includes empty windows after the last row:
+ * reading *r.count first would cost every kernel a round trip to memory before its first load. */
 __device__ __forceinline__ int64_t count_windows(const delta_rows &r) {
   if (r.order == MOELORA_LISTED)
     return for_each_list(r, [](int32_t, int64_t, int64_t) {});
@@ -228,9 +228,9 @@ __device__ __forceinline__ void group_rows(const delta_rows &r, Window<ROWS> &w,
   }
 }
 
-/* Fills `w`; begins with a barrier, for readers of the previous window, and ends with one. For
- * every row i of the window that has an adapter, one thread calls each(i, flat row); count(rows,
- * rank) returns the number of items of a segment. */
+/* Fills `w`, after a barrier for readers of the previous window, and ends with a barrier. For every
+ * row i of the window with a rank above 0, one thread calls each(i, flat row); count(rows, rank)
+ * returns the number of items of a segment. */
 template <int THREADS, int ROWS, class Each, class Count>
 __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window, Window<ROWS> &w,
                                             Each each, Count count) {

@@ -1,5 +1,5 @@
-/* Multiplies up to 8 rows by some columns of B, both loaded directly to registers, for expands of
- * thin segments. Columns of B are the M side of m16n8k16, rows the N side.
+/* Multiplies up to 8 rows of xa by some rows of B, both loaded directly to registers, for expands
+ * of thin segments. Rows of B (output columns) are the M side of m16n8k16, rows of xa the N side.
  *
  * Ranks have the same slots as in delta/expand.cuh, so that results are bitwise equal. Slot g + 8 j
  * of product t holds column 2 t + j of the columns that lanes with lane / 4 = g store, so that a
@@ -35,8 +35,8 @@ template <class T, int STEPS> struct ThinTile {
     return r < rank ? r : 0;
   }
 
-  /* Loads the lane's columns from `own` on, of a factor with n rows; past the end, the last
-   * ones. */
+  /* Loads rows own to own + OWN - 1, the lane's output columns, of a factor with n rows; past the
+   * end, the last rows. */
   __device__ __forceinline__ void load_b(const T *factor, int64_t stride, int own, int n,
                                          int rank) {
     const T *row = factor + min(own, n - OWN) * stride;
@@ -91,7 +91,7 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 
-  /* Stores out = old + weight d to these rows and columns. */
+  /* Stores out = old + weight d to the rows and columns of load_old(). */
   template <int ROWS>
   static __device__ __forceinline__ void
   finish(const float (&d)[PRODUCTS][4], const Old &old, const delta_expand &p,

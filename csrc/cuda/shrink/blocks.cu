@@ -6,7 +6,7 @@
  * fewer ranks, the teams of warps without ranks take other tokens. Long segments of large batches
  * are left to segments.cu and segments_sm90.cu.
  *
- * The split of K depends on K only, so that other tokens and adapters never change a result. */
+ * The split of K depends only on K and alignment: no result depends on other tokens or adapters. */
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/shrink/items.cuh"
 #include "cuda/variant_ids.h"
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  // If x is ordered by position, the previous kernel writes it, and blocks were written earlier:
-  // find_x() waits.
+  // If x is ordered by position (divisor 0), the previous kernel writes x, but wrote no blocks:
+  // only find_x() waits.
   if (p.s.tokens.divisor.value)
     wait_and_start_next();
   // Search only blocks that are in use.

@@ -5,9 +5,9 @@
  * gridDim-th item: CTAs differ by at most one item, and concurrent CTAs share A or x in L2. If
  * items are ordered by adapter, concurrent CTAs share the adapter's rows of x.
  *
- * Otherwise, and for few segments, each warp searches blocks for segments. The items of a block are
- * distributed to `shares` work units, and these to the warps of CTAs, such that concurrent CTAs
- * work on a `group` of adjacent blocks. */
+ * Otherwise, or if the plan does not use the list, each warp searches blocks for segments. The
+ * items of a block are distributed to `shares` work units, and these to the warps of CTAs, such
+ * that concurrent CTAs work on a `group` of adjacent blocks. */
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 

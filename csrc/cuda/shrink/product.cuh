@@ -2,10 +2,10 @@
  *
  * Operands are loaded directly to registers: rows of A are the M side, tokens the N side of
  * m16n8k16. Lane t loads row t/4 of eight. An mma has 16 consecutive elements of K, as in all
- * kernels. On Hopper, their order in it does not affect the result: a lane loads elements 4 (t%4)
- * to 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each 32, and
- * lanes exchange these. Rows beyond the last one of A or x repeat it: their sums are not stored and
- * affect no other row.
+ * kernels. From sm_90 on, their order in the mma does not affect the result: a lane loads elements
+ * 4 (t%4) to 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each
+ * 32, and lanes exchange these. Rows past the end of A or x repeat the last row: their sums are not
+ * stored and affect no other row.
  *
  * Each of the TEAMS teams of warps has TEAM_RANKS rows of A. The DEPTHS warps of a team split K
  * into spans, each a multiple of 64 elements; the sums of the spans are added in order. */

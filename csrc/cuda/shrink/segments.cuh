@@ -1,13 +1,13 @@
 /* Distributes whole segments, as listed by the alignment, evenly over the CTAs of a shrink.
  *
- * The length of a segment is the number of rows that it reads: its rows of x and, for each TOKENS
- * of them, its rows of A. Segments are concatenated, and every CTA takes an equal part of the
- * total. A segment in several parts is split at multiples of 16 rows. If that rereads at least
- * twice as many rows of A as it has rows of x, or if it is short and there are many, one part takes
- * it as a whole. The rows of a segment in a part are split evenly into items of up to TOKENS rows.
- * With many CTAs per segment, each CTA takes an equal part of one segment instead and reads no
- * second A. The split does not affect results: each row is multiplied on its own, over K in the
- * same order. */
+ * The length of a segment is the number of rows that it reads: its rows of x for each RANKS rows of
+ * A, and its rows of A for each TOKENS rows of x. Segments are concatenated, and every CTA takes an
+ * equal part of the total. A segment in several parts is split at multiples of 16 rows. A segment
+ * of up to TOKENS rows is not split if the split would reread at least twice as many rows of A as
+ * the segment has rows of x, or if it is one of many short segments. The rows of a segment in a
+ * part are split evenly into items of up to TOKENS rows. With many CTAs per segment, each CTA takes
+ * an equal part of one segment instead and reads no second A. The split does not affect results:
+ * each row is multiplied on its own, over K in the same order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ T *row_of_xa(const moelora_shrink_launch &s, const Se
   return (T *)s.xa + (s.by_row ? s.schedule.blocks.sorted_ids[at] : at) * s.adapters.xa_stride;
 }
 
-/* Items of a CTA in shared memory, listed by WARPS warps. */
+/* Items of a CTA in shared memory. WARPS warps find its part. */
 template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   static constexpr int TOKENS = TOKENS_, RANKS = RANKS_, WARPS = WARPS_;
   SegmentItem items[kListedItems];
@@ -64,7 +64,7 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum
   int first;                    // the first segment of the part
-  int ctas;                     // CTAs per segment, and its length; 0: lengths are in rows
+  int ctas;                     // CTAs of each segment, and its length; 0: lengths are in rows
   bool many;                    // whether there are kManySegments per CTA
   int all;                      // number of items of the part
 };
@@ -163,7 +163,7 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   const int each = used ? (int)gridDim.x / used : 0;
   int64_t parts = gridDim.x;
   int ctas = 0;
-  // Give all segments the same number of CTAs, unless equal parts cost less with another pass.
+  // Give all segments equally many CTAs, unless equal parts with another pass over K cost less.
   if (each > 0 && list.longest / each <= all / parts + kAnotherPart) {
     ctas = each, at = (int64_t)used_before * each, own = (int64_t)own_used * each;
     all = parts = (int64_t)used * each;

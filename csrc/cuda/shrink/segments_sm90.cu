@@ -99,7 +99,7 @@ template <class S> struct StageLayout {
   }
 };
 
-/* Returns the number of ranks of an item: rows of A, N of the wgmma. */
+/* Returns the number of ranks of an item, each a row of A. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
   return min(item.columns - item.first, S::RANKS);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
                                         ShrinkContext<S> warp) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
-  // If x is ordered by position, the previous kernel writes it, and segments were written earlier:
+  // If x is ordered by position (divisor 0), the previous kernel writes x, but wrote no segments:
   // wait only before the loads.
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
@@ -316,7 +316,6 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
   int step = 0, previous = -1; // k step in the stage; the previous stage, not yet released
 #pragma unroll 1
   for (int begin = 0; begin < s.tokens.k; begin += span) {
-    // Clear the accumulators.
 #pragma unroll
     for (int i = 0; i < TILES * N / 2; i++)
       rAcc[i / (N / 2)][i % (N / 2)] = 0.f;
@@ -325,7 +324,6 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
     const int end = min(begin + span, s.tokens.k);
 #pragma unroll 1
     for (int k = begin; k < end; k += kDepth) {
-      // Wait for the stage.
       if (step == 0) {
         warp.wait_full();
         fence_async_proxy(); // cp.async wrote sX through the generic proxy

@@ -84,7 +84,7 @@ template <class T, class C> struct StagedLoader {
  * from first_tile on. With fewer columns, more warps share the rows. */
 template <class T, class C> struct Products {
   int column, first_tile, step;
-  using Tiles = float[C::TILES][2][2][4]; // [tile][16 columns][8 of these][]
+  using Tiles = float[C::TILES][2][2][4]; // [tile][16 columns][8 columns][accumulators of an mma]
   Tiles d, sum;                           // of this span, of the previous spans
 
   __device__ __forceinline__ explicit Products(int columns) {
@@ -113,7 +113,7 @@ template <class T, class C> struct Products {
 
   __device__ __forceinline__ void add(uint32_t stage, int tokens) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 2 // fully unrolled, registers spill
+#pragma unroll 2 // with full unrolling, registers spill
     for (int chunk = 0; chunk < kLine / 8; chunk += 2) {
       uint32_t b[2][4]; // per 16 columns: two halves of K for the first eight, then for the others
 #pragma unroll
