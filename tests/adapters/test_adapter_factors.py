@@ -27,21 +27,6 @@ from moelora.adapters.keys import canonical, parse
 # ---- linear layers and embeddings ----
 
 
-def test_linear_layers_beside_experts():
-    state, q = pair(Q, K, 10)
-    more, head = pair(HEAD, K, 20)
-    stack = f"{PREFIX}{EXPERTS[0].name}.down_proj"
-    experts = {f"{stack}.lora_A.weight": rand(E, R, I), f"{stack}.lora_B.weight": rand(E, K, R)}
-    adapter = read(state | more | experts)
-    assert set(adapter.linears) == {Q, HEAD}
-    assert_pair(adapter.linears[Q], q)
-    assert_pair(adapter.linears[HEAD], head)
-    assert set(adapter.experts) == {EXPERTS[0].name}
-    assert torch.equal(
-        adapter.experts[EXPERTS[0].name]["down"].a, experts[f"{stack}.lora_A.weight"]
-    )
-
-
 def test_an_embedding_has_factors_of_its_own_name():
     a, b = rand(R, 20), rand(K, R)
     key = f"{PREFIX}model.embed_tokens.lora_embedding_"
@@ -95,13 +80,6 @@ def test_peek_has_the_rank_of_every_linear_layer(tmp_path):
     info = peek(folder, EXPERTS, LINEARS)
     assert info.linear_ranks == {Q: 4, HEAD: 2}
     assert info.max_rank == 0
-
-
-def test_ranks_are_refused_before_tensors_are_read():
-    state, _ = pair(Q, K, 10)
-    with pytest.raises(ValueError, match=rf"{Q} has rank 4, but max_linear_rank of the pool is 3"):
-        read(state, max_linear_rank=3)
-    assert read(state, max_rank=1, max_linear_rank=4).linears
 
 
 # ---- names ----
@@ -305,7 +283,7 @@ BRIDGES = {
 }
 
 
-GROUPED = "grouped_by_expert"
+RANKS, EXPERT = "rank_major", "grouped_by_expert"
 
 
 def detail(**layouts):
@@ -313,39 +291,39 @@ def detail(**layouts):
     return {"unsloth_fused_expert_lora": {"parameters": parameters}}
 
 
+def stack():
+    """State dict of one stack of experts, and its B."""
+    b = rand(K, R * E)
+    return {f"{WRAPPED}.lora_A.weight": rand(E * R, I), f"{WRAPPED}.lora_B.weight": b}, b
+
+
 @pytest.mark.parametrize(
     ("config", "layout", "order"),
     [
-        (CONFIG | PARAMETERS, None, "rank"),
-        (CONFIG | PARAMETERS, "grouped_by_expert", "expert"),
-        (CONFIG | PARAMETERS | {"lora_B_layout": "rank_major"}, None, "rank"),
-        (CONFIG | PARAMETERS | {"lora_B_layout": "grouped_by_expert"}, None, "expert"),
-        (UNMARKED, "rank_major", "rank"),
-        (UNMARKED, "grouped_by_expert", "expert"),
-        (UNMARKED | {"lora_B_layout": "rank_major"}, None, "rank"),
-        (
-            UNMARKED | detail(down_proj="grouped_by_expert", gate_up_proj="rank_major"),
-            None,
-            "expert",
-        ),
-        (UNMARKED | detail(down_proj="rank_major"), None, "rank"),
-        (
-            CONFIG | PARAMETERS | {"auto_mapping": {"lora_B_layout": "grouped_by_expert"}},
-            None,
-            "expert",
-        ),
-        (BRIDGES, "grouped_by_expert", "expert"),
-        (BRIDGES | {"layers_to_transform": None}, None, "rank"),
-        (BRIDGES | {"peft_version": "0.21.2"}, None, "rank"),
+        (CONFIG | PARAMETERS, None, RANKS),
+        (CONFIG | PARAMETERS, EXPERT, EXPERT),
+        (CONFIG | PARAMETERS | {"lora_B_layout": RANKS}, None, RANKS),
+        (CONFIG | PARAMETERS | {"lora_B_layout": EXPERT}, None, EXPERT),
+        (CONFIG | PARAMETERS | {"auto_mapping": {"lora_B_layout": EXPERT}}, None, EXPERT),
+        (UNMARKED, RANKS, RANKS),
+        (UNMARKED, EXPERT, EXPERT),
+        (UNMARKED | {"lora_B_layout": RANKS}, None, RANKS),
+        (UNMARKED | detail(down_proj=EXPERT, gate_up_proj=RANKS), None, EXPERT),
+        (UNMARKED | detail(down_proj=RANKS), None, RANKS),
+        (BRIDGES, EXPERT, EXPERT),
+        (BRIDGES | {"layers_to_transform": None}, None, RANKS),
+        (BRIDGES | {"peft_version": "0.21.2"}, None, RANKS),
     ],
 )
 def test_order_of_columns(config, layout, order):
-    b = rand(K, R * E)
-    state = {f"{WRAPPED}.lora_A.weight": rand(E * R, I), f"{WRAPPED}.lora_B.weight": b}
+    state, b = stack()
     got = read(state, config, layout=layout).experts[EXPERTS[0].name]["down"].b
     for expert in range(E):
-        wanted = b[:, expert::E] if order == "rank" else b[:, expert * R : (expert + 1) * R]
+        wanted = b[:, expert::E] if order == RANKS else b[:, expert * R : (expert + 1) * R]
         assert torch.equal(got[expert], wanted)
+
+
+OTHER = {"unsloth_fused_expert_lora": {"lora_A_layout": "other"}}
 
 
 @pytest.mark.parametrize(
@@ -353,33 +331,17 @@ def test_order_of_columns(config, layout, order):
     [
         (UNMARKED, None, r"lora_A\.weight: Unsloth wrote the adapter before .* pass layout="),
         (BRIDGES, None, r"like those of Megatron-Bridge.* pass layout="),
-        (
-            UNMARKED | {"lora_B_layout": "rank_major"},
-            "grouped_by_expert",
-            "layout is 'grouped_by_expert', but the configuration says 'rank_major'",
-        ),
-        (
-            CONFIG,
-            "other",
-            r"layout is 'other', wanted one of \['rank_major'",
-        ),
+        (UNMARKED | {"lora_B_layout": RANKS}, EXPERT, "_expert', but the configuration says 'rank"),
+        (CONFIG, "other", r"layout is 'other', wanted one of \['rank_major'"),
         (CONFIG | {"lora_B_layout": "mixed"}, None, "lora_B_layout is 'mixed', wanted one of"),
         (CONFIG | detail(down_proj="mixed"), None, "down_proj.lora_B_layout is 'mixed'"),
         (CONFIG | {"unsloth_fused_expert_lora": 3}, None, "expert_lora is 3, which is not"),
-        (
-            CONFIG | {"unsloth_fused_expert_lora": {"lora_A_layout": "other"}},
-            None,
-            "is not understood",
-        ),
+        (CONFIG | OTHER, None, "is not understood"),
     ],
 )
 def test_order_of_columns_is_never_guessed(config, layout, message):
-    state = {
-        f"{WRAPPED}.lora_A.weight": rand(E * R, I),
-        f"{WRAPPED}.lora_B.weight": rand(K, R * E),
-    }
     with pytest.raises(ValueError, match=message):
-        read(state, config, layout=layout)
+        read(stack()[0], config, layout=layout)
 
 
 def test_other_factors_of_unmarked_adapters_are_read():

@@ -160,6 +160,7 @@ def test_damaged_bytes_of_torch(pool, folder, data):
         peek(folder / "a", LAYERS, LINEARS)
 
 
+PATTERNS = st.sampled_from(["gate_proj", "(?i)gate", ".*", "(", "0.*", "[", "(?P<x>a)(?P<x>b)", ""])
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -167,7 +168,9 @@ JSON = st.recursive(
     | st.floats()
     | st.sampled_from(["LORA", "none", "gaussian", "(", ".*", "(?i)gate", "mlp.experts.up_proj"])
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(PATTERNS | st.text(max_size=8), inner)
+    ),
     max_leaves=6,
 )
 OPTIONS = st.sampled_from(
@@ -186,20 +189,6 @@ def test_damaged_options(pool, folder, options):
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | options))
     add_and_check(pool, path)
     add_and_check(pool, valid_state(), config=CONFIG | options)
-
-
-PATTERNS = st.sampled_from(["gate_proj", "(?i)gate", ".*", "(", "0.*", "[", "(?P<x>a)(?P<x>b)", ""])
-
-
-@fuzz
-@given(
-    name=st.sampled_from(["rank_pattern", "alpha_pattern"]),
-    pattern=st.dictionaries(
-        PATTERNS | st.text(max_size=6), st.integers(-1, 9) | st.floats() | st.just(10**400)
-    ),
-)
-def test_damaged_patterns(pool, name, pattern):
-    add_and_check(pool, valid_state(), config=CONFIG | {name: pattern})
 
 
 @fuzz

@@ -91,7 +91,8 @@ def test_least_recently_used_is_evicted(caplog):
     assert add(pool, "d", 3) == 2
     assert pool.names() == ["a", "b", "d"]
     assert "adapter 'c' is evicted from slot 2 for 'd'" in caplog.text
-    for call in (pool.lookup, pool.version, pool.remove, lambda name: change(pool, name, 0)):
+    acts = (pool.lookup, pool.version, pool.remove, pool.enable, pool.disable)
+    for call in (*acts, lambda name: change(pool, name, 0)):
         with pytest.raises(KeyError, match=r"'c' is loaded: it was evicted for 'd', as .* 3 slots"):
             call("c")
     pool.pin("a")
@@ -149,26 +150,6 @@ def change(pool, name, seed, r=4):
     return pool.update(name, wrapped(r=r, seed=seed)[0], config=CONFIG | {"r": r})
 
 
-def test_versions():
-    pool = make_pool(max_loras=2)
-    with pytest.raises(KeyError, match="no adapter 'a' is loaded"):
-        change(pool, "a", 0)
-    slot = add(pool, "a", pin=True)
-    assert pool.version("a") == 1
-    assert change(pool, "a", 1) == pool.version("a") == 2
-    assert pool.lookup("a") == slot, "no batch holds it: in its place"
-    check(pool, "a", wrapped(seed=1)[1], 2.0)
-    with pytest.raises(ValueError, match="adapter 'a': .* has rank 32"):
-        change(pool, "a", 2, r=32)
-    check(pool, "a", wrapped(seed=1)[1], 2.0)
-    assert pool.version("a") == 2
-    add(pool, "b")
-    add(pool, "c")
-    assert "a" in pool, "it is pinned still"
-    with pytest.raises(KeyError, match="no adapter 'b' is loaded"):
-        pool.version("b")
-
-
 def test_a_version_stays_while_it_is_held():
     pool = make_pool(max_loras=2)
     old = add(pool, "a")
@@ -199,18 +180,6 @@ def test_a_version_stays_while_it_is_held():
         assert change(pool, "a", 2) == 3, "no batch holds the second one"
     add(pool, "b", 5)
     assert pool.lookup("b") == old and pool.names() == ["a", "b"]
-
-
-def test_enable_and_disable():
-    pool = make_pool()
-    add(pool, "a")
-    add(pool, "b", 1)
-    pool.disable("a")
-    assert pool.adapter_enabled.tolist() == [False, True, False]
-    pool.enable("a")
-    assert pool.adapter_enabled.tolist() == [True, True, False]
-    with pytest.raises(KeyError, match="no adapter 'zzz'"):
-        pool.enable("zzz")
 
 
 def test_mapping():

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(case):
     ):
         with pytest.raises(ValueError, match=f"adapter '[ab]': .*{why}"):
             act()
-    assert pool.names() == ["a"]
+    assert pool.names() == ["a"] and pool.version("a") == 1
     assert all(torch.equal(old, new) for old, new in zip(before, pool._tensors(), strict=True))
 
 

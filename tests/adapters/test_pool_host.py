@@ -1,7 +1,6 @@
 """AdapterPool with host memory: more adapters than slots, which come when they are needed."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -14,9 +13,12 @@ from adapter_cases import (
     before_next,
     check,
     fails,
+    folders,
     make_pool,
     per_expert,
+    registered,
     snapshot,
+    wait_until,
     wrapped,
     write,
 )
@@ -24,30 +26,9 @@ from conftest import needs_gpu
 from threads import run_threads
 
 from moelora.adapters import AdapterPool, NoSlot, transfer
-from moelora.adapters import host as host_module
 from moelora.adapters.stacks import Copies
-from moelora.adapters.turns import OVERTAKEN
 
 SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
-
-
-def folders(tmp_path, number, r=2):
-    """Folders of adapters, and what each adds to the weights of layer 0."""
-    found = []
-    for seed in range(number):
-        state, delta = wrapped(r=r, seed=seed)
-        path = write(tmp_path / f"adapter{seed}", state, CONFIG | {"r": r, "lora_alpha": 2 * r})
-        found.append((path, delta))
-    return found
-
-
-def registered(tmp_path, names, max_loras, **options):
-    """A pool that has adapters in folders, and these folders with what they add."""
-    pool = make_pool(max_loras=max_loras, **{"host": len(names)} | options)
-    made = folders(tmp_path, len(names))
-    for name, (path, _) in zip(names, made, strict=True):
-        pool.register(name, path)
-    return pool, made
 
 
 def bytes_of(rank):
@@ -152,19 +133,6 @@ def test_a_header_that_does_not_fit_is_refused_at_once(tmp_path, options, why):
     assert pool.registered() == []
 
 
-def test_a_folder_that_is_damaged_later(tmp_path):
-    """The batch that needs it is told, and no other."""
-    pool = make_pool(max_loras=1, host=1)
-    (path, _), (other, delta) = folders(tmp_path, 2)
-    pool.register("a", path)
-    pool.register("b", other)
-    (path / "adapter_model.safetensors").write_bytes(b"damaged")
-    pool.prefetch(["a"])
-    with pytest.raises(ValueError, match="adapter 'a': .* cannot be read"):
-        pool.lookup("a")
-    check(pool, "b", delta, 2.0)
-
-
 def test_a_batch_that_failed_holds_nothing(tmp_path):
     pool, made = registered(tmp_path, "ab", max_loras=2)
     (made[1][0] / "adapter_model.safetensors").write_bytes(b"damaged")
@@ -184,6 +152,9 @@ def test_requests_behind_a_damaged_folder_are_served(tmp_path):
     assert "adapter 'a'" in str(told(pool, "a"))
     pool.prefetch(["a", "b"])
     wait_until(lambda: pool.ready("b"))
+    with pytest.raises(ValueError, match="adapter 'a': .* cannot be read"):
+        pool.lookup("a")
+    check(pool, "b", made[1][1], 2.0)
     tensors.write_bytes(whole)
     check(pool, "a", made[0][1], 2.0)
     assert pool.ready("a")
@@ -201,18 +172,6 @@ def told(pool, name):
 
     wait_until(has_ended)
     return raised.pop()
-
-
-@pytest.mark.parametrize("error", [MemoryError("no memory"), TypeError("a bug"), KeyError("key")])
-def test_ready_raises_whatever_ended_the_attempt(tmp_path, monkeypatch, error):
-    """Or a scheduler would wait for the adapter forever."""
-    pool, ((path, delta),) = registered(tmp_path, "a", max_loras=1)
-    monkeypatch.setattr(pool._host, "_read", fails(error))
-    pool.prefetch(["a"])
-    assert told(pool, "a") is error
-    monkeypatch.undo()
-    check(pool, "a", delta, 2.0)
-    assert pool.ready("a")
 
 
 def test_a_batch_that_waits_does_not_read_its_folder_again_and_again(tmp_path, monkeypatch):
@@ -285,13 +244,19 @@ def test_threads_bring_an_adapter_as_often_as_it_was_evicted(tmp_path):
         wait_until(lambda name=name: pool.ready(name))
 
 
-def test_threads_that_launch_copies_for_each_other(launching):
+@pytest.mark.parametrize("where", ["threads", "caller"])
+def test_threads_that_bring_adapters_for_each_other(tmp_path, launching, where):
     """More threads than slots, which also update and disable what others bring."""
     pool = launching(max_loras=2, host=6)
-    states = [wrapped(r=r, seed=r) for r in (1, 2, 4, 8)]
-    configs = [CONFIG | {"r": r, "lora_alpha": 2 * r} for r in (1, 2, 4, 8)]
+    pool._slots.asynchronous = where == "caller"
+    ranks = (1, 2, 4, 8)
+    states = [wrapped(r=r, seed=r) for r in ranks]
+    configs = [CONFIG | {"r": r, "lora_alpha": 2 * r} for r in ranks]
     for number, ((state, _), config) in enumerate(zip(states, configs, strict=True)):
-        pool.register(f"n{number}", state, config=config)
+        if number % 2:
+            pool.register(f"n{number}", state, config=config)
+        else:
+            pool.register(f"n{number}", write(tmp_path / f"n{number}", state, config))
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -311,21 +276,35 @@ def test_threads_that_launch_copies_for_each_other(launching):
 
     run_threads(work, 4)
     assert len(pool) <= 2 and pool.adapter_enabled.tolist().count(True) >= len(pool)
+    assert pool.host_bytes() <= sum(bytes_of(rank) for rank in ranks)
     for number, (_, delta) in enumerate(states):
         check(pool, f"n{number}", delta, 2.0)
 
 
-@pytest.mark.parametrize("where", ["caller", "thread"])
-def test_a_copy_that_fails_is_told_by_ready(launching, monkeypatch, where):
-    """Or a scheduler would wait for it forever; the next hold tries again."""
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("file", MemoryError("none left")),
+        ("file", TypeError("a bug")),
+        ("file", KeyError("key")),
+        ("copy by a thread", RuntimeError("the device is lost")),
+        ("copy by the caller", RuntimeError("the device is lost")),
+    ],
+)
+def test_ready_raises_whatever_ended_the_attempt(tmp_path, launching, monkeypatch, error, where):
+    """Or a scheduler would wait for the adapter forever; the next hold tries again."""
     pool = launching(max_loras=1, host=2)
-    pool._slots.asynchronous = where == "caller"
+    pool._slots.asynchronous = where == "copy by the caller"
     state, delta = wrapped()
-    pool.register("a", state, config=CONFIG)
-    monkeypatch.setattr(pool._slots, "write", fails(RuntimeError("out of memory")))
-    pool.prefetch(["a"])
-    assert "out of memory" in str(told(pool, "a"))
-    monkeypatch.undo()
+    if where == "file":
+        pool.register("a", write(tmp_path / "a", state))
+    else:
+        pool.register("a", state, config=CONFIG)
+    owner, name = (pool._host, "_read") if where == "file" else (pool._slots, "write")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails(error))
+        pool.prefetch(["a"])
+        assert told(pool, "a") is error
     check(pool, "a", delta, 2.0)
     wait_until(lambda: pool.ready("a"))
 
@@ -393,190 +372,6 @@ def test_factors_that_experts_share_come_from_host_memory(device):
     check(pool, "a", {"down": (b @ a).expand(E, -1, -1)}, 2.0)
 
 
-def test_slots_in_use_are_waited_for(tmp_path):
-    pool, _ = registered(tmp_path, "ab", max_loras=1)
-    with pool.hold(["a"]):
-        with pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are pinned or in"):
-            pool.lookup("b")
-        assert pool.names() == ["a"]
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="no slot"), pool.hold(["b"], timeout=0.05):
-            pass
-        assert time.monotonic() - start >= 0.05
-    found = []
-    with pool.hold(["a"]):
-        thread = waiting(pool, ["b"], found)
-        assert found == []
-    thread.join()
-    assert found == ["b"] == pool.names()
-    kept = pool.keep(["b"])  # dropped without release
-    thread = threading.Thread(target=lambda: found.append(pool.keep(["a"], timeout=60)))
-    thread.start()
-    del kept
-    thread.join(30)
-    assert "a" in pool
-
-
-def waiting(pool, names, found):
-    """A thread that waits for a batch of these adapters, and appends them once it has begun."""
-    before = len(pool._versions._turns)
-
-    def work():
-        with pool.hold(names, timeout=60):
-            found.append("".join(names))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    wait_until(lambda: len(pool._versions._turns) == before + 1)
-    return thread
-
-
-def test_batches_that_wait_get_slots_in_their_order(tmp_path):
-    (pool, _), found = registered(tmp_path, "abcd", max_loras=2), []
-    with pool.hold(["a"]):
-        with pool.hold(["b"]):
-            threads = [waiting(pool, ["c", "d"], found), waiting(pool, ["b", "d"], found)]
-        with pool.hold(["a"]), pool.hold(["b"]):
-            pass  # they are in slots
-        with pytest.raises(NoSlot, match="no slot for adapter 'd': 2 batches have waited longer"):
-            pool.keep(["d"])
-        pool.prefetch(["d"])
-        wait_until(lambda: not pool._versions._coming)
-        assert "d" not in pool, "nor is it brought ahead"
-        assert found == []
-    for thread in threads:
-        thread.join(30)
-    assert found == ["cd", "bd"]
-
-
-@pytest.mark.parametrize("names", [["c"], ["c", "d"], ["a", "c"]], ids="".join)
-def test_a_batch_is_not_overtaken_forever(tmp_path, names):
-    """By batches of adapters in slots, which are always in use until one is refused."""
-    (pool, _), found = registered(tmp_path, "abcd", max_loras=2), []
-    running = {name: pool.keep([name]) for name in "ab"}
-    thread = waiting(pool, names, found)
-    begun, leaving = 0, set()
-    for turn in range(2 * OVERTAKEN):
-        name = "ab"[turn % 2]
-        try:
-            running[name], before = pool.keep([name]), running[name]
-            before.release()
-            begun += 1
-        except NoSlot as error:
-            assert "it leaves for a batch that waits" in str(error)
-            assert not pool.ready(name)
-            leaving.add(name)
-        if len(leaving) == len({*names} - {*"ab"}):
-            break
-    assert OVERTAKEN <= begun <= OVERTAKEN + 1 and not found
-    for name in leaving:
-        running.pop(name).release()
-    thread.join()
-    assert found == ["".join(names)]
-    for held in running.values():
-        held.release()
-    pool.lookup("a")
-    pool.lookup("b")
-
-
-def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
-    """Blocks and look-ups inside of a block of the same adapter."""
-    (pool, _), found = registered(tmp_path, "ab", max_loras=1), []
-    with pool.hold(["a"]) as held:
-        thread = waiting(pool, ["b"], found)
-        for _ in range(OVERTAKEN):
-            pool.keep(["a"])
-        assert not pool.ready("a")
-        with pool.hold(["a"]):
-            assert pool.mapping(["a"], held=held).tolist() == [0]
-        refused = []
-
-        def other():
-            assert pool.lookup("a") == 0
-            with pytest.raises(NoSlot, match="it leaves for a batch that waits"):
-                pool.keep(["a"])
-            refused.append(True)
-
-        run_threads(lambda _: other(), 1)
-        assert refused and not found
-    thread.join(30)
-    assert found == ["b"]
-
-
-def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
-    pool, _ = registered(tmp_path, "abc", max_loras=1)
-    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are"):
-        pool.keep(["b"], timeout=0.03)
-    assert len(pool._versions._turns) == 0
-    pool.lookup("c")
-
-
-def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
-    """While another adapter is read from its folder, here forever."""
-    pool, made = registered(tmp_path, "ab", max_loras=2)
-    check(pool, "a", made[0][1], 2.0)
-    begun, go = threading.Event(), threading.Event()
-    copied = host_module.Host.copied
-
-    def slowly(self, staged):
-        begun.set()
-        assert go.wait(60)
-        return copied(self, staged)
-
-    monkeypatch.setattr(host_module.Host, "copied", slowly)
-    pool.prefetch(["b", None])
-    assert begun.wait(60)
-    check(pool, "a", made[0][1], 2.0)
-    with pool.hold(["a"]) as held:
-        assert pool.mapping(["a"], held=held).tolist() == [0]
-    assert not pool.ready("b")
-    go.set()
-    wait_until(lambda: pool.ready("b"))
-    check(pool, "b", made[1][1], 2.0)
-
-
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
-    """Or the adapters of two waiting requests would evict each other, and neither would begin."""
-    pool, _ = registered(tmp_path, "abcd", max_loras=2)
-    pool.prefetch(["a", "b", "c", "a", "d"])  # the first two fit
-    wait_until(lambda: pool.ready("a") and pool.ready("b"))
-    pool.prefetch(["b", "a", "c", "d"])
-    wait_until(lambda: not pool._versions._coming)
-    assert set(pool.names()) == {"a", "b"}
-    with pool.hold(["a"]):
-        pool.prefetch(["c", "b"])  # one slot, beside that of a batch
-        wait_until(lambda: pool.ready("c"))
-        assert set(pool.names()) == {"a", "c"}
-        with pool.hold(["d"]):
-            assert set(pool.names()) == {"a", "d"}, "a batch evicts what is only wanted"
-            pool.prefetch(["c"])
-            wait_until(lambda: not pool._versions._coming)
-            assert set(pool.names()) == {"a", "d"}
-    pool.prefetch([])
-    pool.lookup("b")
-    pool.lookup("c")
-    assert set(pool.names()) == {"b", "c"}
-
-
-def test_what_a_batch_has_taken_is_not_wanted_any_more(tmp_path):
-    """Or adapters of former requests would keep their slots, and all others share one."""
-    pool, _ = registered(tmp_path, "abcd", max_loras=2)
-    pool.prefetch(["a", "b"])
-    wait_until(lambda: pool.ready("a") and pool.ready("b"))
-    for name in "ab":
-        pool.lookup(name)
-    for name in "cdc":
-        pool.lookup(name)
-    assert pool.names() == ["d", "c"]
-
-
 @torch.inference_mode()
 def test_threads_write_to_a_pool_of_inference_mode(tmp_path, device):
     pool, ((path, delta),) = registered(tmp_path, "a", max_loras=1, device=device)
@@ -624,30 +419,6 @@ def test_a_new_version_in_a_slot_or_not(tmp_path, device, tensors):
     check(pool, "a", made[2][1], 2.0)
     check(pool, "b", made[3][1], 2.0)
     assert pool.version("b") == 2, "it was refused"
-
-
-def test_a_thousand_names_of_twenty_folders(tmp_path, device):
-    """100 of them in use, by four threads; memory is that of `host` adapters."""
-    pool = make_pool(max_loras=8, host=16, device=device)
-    made = folders(tmp_path, 20, r=1)
-    for number in range(1000):
-        pool.register(f"n{number}", made[number % 20][0])
-    assert len(pool.registered()) == 1000
-    seen = set()
-
-    def work(seed):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(40):
-            number = int(torch.randint(100, (1,), generator=generator))
-            pool.prefetch([f"n{(number + 1) % 100}"])
-            with pool.hold([f"n{number}"], timeout=60):
-                check(pool, f"n{number}", made[number % 20][1], 2.0)
-            seen.add(number)
-
-    run_threads(work, 4)
-    assert len(seen) > 50
-    assert pool.host_bytes() <= 16 * bytes_of(rank=1)
-    assert len(pool) <= 8
 
 
 @pytest.mark.gpu

@@ -77,18 +77,6 @@ def test_places():
     assert not any(table.any() for table in tables)
 
 
-def test_an_adapter_is_kept_for_as_long_as_its_user_lives():
-    pool = make_pool()
-    pool.add("a", state()[0], config=CONFIG)
-    use = pool.keep(["a", None])
-    with pytest.raises(RuntimeError, match="in use by 1 batches"):
-        pool.remove("a")
-    del use
-    pool.remove("a")
-    with pytest.raises(KeyError, match="no adapter 'a'"):
-        pool.keep(["a"])
-
-
 def test_layers_that_are_closed_or_alone():
     pool = make_pool(linears=LINEARS[1:], others={LINEARS[0]: "which is closed"})
     with pytest.raises(ValueError, match=f"'a': factors of {Q}, which is closed"):

@@ -220,7 +220,11 @@ def test_an_update_takes_a_free_slot_unless_the_adapter_is_pinned():
         pool.pin("a", pinned)
         change(pool, "a", 1)
         assert pool.lookup("a") == slot
-    add(pool, "b", 2)
+    pool.pin("a")
+    for name in "cb":
+        add(pool, name, 2)
+    assert "a" in pool, "its version is pinned as the last one was"
+    pool.pin("a", False)
     change(pool, "a", 2)
     assert pool.lookup("a") == 0, "there is no free one"
     assert set(pool.names()) == {"a", "b"}

@@ -1,6 +1,7 @@
 """Adapter checkpoints in several forms, with the products B A that they stand for."""
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -129,3 +130,29 @@ def assert_unchanged(pool, before):
     assert pool.names() == names
     for old, new in zip(tensors, pool._tensors(), strict=True):
         assert torch.equal(old, new)
+
+
+def folders(tmp_path, number, r=2):
+    """Folders of adapters, and what each adds to the weights of layer 0."""
+    found = []
+    for seed in range(number):
+        state, delta = wrapped(r=r, seed=seed)
+        path = write(tmp_path / f"adapter{seed}", state, CONFIG | {"r": r, "lora_alpha": 2 * r})
+        found.append((path, delta))
+    return found
+
+
+def registered(tmp_path, names, max_loras, **options):
+    """A pool that has adapters in folders, and these folders with what they add."""
+    pool = make_pool(max_loras=max_loras, **{"host": len(names)} | options)
+    made = folders(tmp_path, len(names))
+    for name, (path, _) in zip(names, made, strict=True):
+        pool.register(name, path)
+    return pool, made
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)

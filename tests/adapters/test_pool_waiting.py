@@ -1,0 +1,189 @@
+"""Batches that wait for slots, and what is brought ahead of them: whose turn it is."""
+
+import threading
+import time
+
+import pytest
+from adapter_cases import check, registered, wait_until
+from threads import run_threads
+
+from moelora.adapters import NoSlot
+from moelora.adapters import host as host_module
+from moelora.adapters.turns import OVERTAKEN
+
+
+def test_slots_in_use_are_waited_for(tmp_path):
+    pool, _ = registered(tmp_path, "ab", max_loras=1)
+    with pool.hold(["a"]):
+        with pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are pinned or in"):
+            pool.lookup("b")
+        assert pool.names() == ["a"]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="no slot"), pool.hold(["b"], timeout=0.05):
+            pass
+        assert time.monotonic() - start >= 0.05
+    found = []
+    with pool.hold(["a"]):
+        thread = waiting(pool, ["b"], found)
+        assert found == []
+    thread.join()
+    assert found == ["b"] == pool.names()
+    kept = pool.keep(["b"])  # dropped without release
+    thread = threading.Thread(target=lambda: found.append(pool.keep(["a"], timeout=60)))
+    thread.start()
+    del kept
+    thread.join(30)
+    assert "a" in pool
+
+
+def waiting(pool, names, found):
+    """A thread that waits for a batch of these adapters, and appends them once it has begun."""
+    before = len(pool._versions._turns)
+
+    def work():
+        with pool.hold(names, timeout=60):
+            found.append("".join(names))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    wait_until(lambda: len(pool._versions._turns) == before + 1)
+    return thread
+
+
+def test_batches_that_wait_get_slots_in_their_order(tmp_path):
+    (pool, _), found = registered(tmp_path, "abcd", max_loras=2), []
+    with pool.hold(["a"]):
+        with pool.hold(["b"]):
+            threads = [waiting(pool, ["c", "d"], found), waiting(pool, ["b", "d"], found)]
+        with pool.hold(["a"]), pool.hold(["b"]):
+            pass  # they are in slots
+        with pytest.raises(NoSlot, match="no slot for adapter 'd': 2 batches have waited longer"):
+            pool.keep(["d"])
+        pool.prefetch(["d"])
+        wait_until(lambda: not pool._versions._coming)
+        assert "d" not in pool, "nor is it brought ahead"
+        assert found == []
+    for thread in threads:
+        thread.join(30)
+    assert found == ["cd", "bd"]
+
+
+@pytest.mark.parametrize("names", [["c"], ["c", "d"], ["a", "c"]], ids="".join)
+def test_a_batch_is_not_overtaken_forever(tmp_path, names):
+    """By batches of adapters in slots, which are always in use until one is refused."""
+    (pool, _), found = registered(tmp_path, "abcd", max_loras=2), []
+    running = {name: pool.keep([name]) for name in "ab"}
+    thread = waiting(pool, names, found)
+    begun, leaving = 0, set()
+    for turn in range(2 * OVERTAKEN):
+        name = "ab"[turn % 2]
+        try:
+            running[name], before = pool.keep([name]), running[name]
+            before.release()
+            begun += 1
+        except NoSlot as error:
+            assert "it leaves for a batch that waits" in str(error)
+            assert not pool.ready(name)
+            leaving.add(name)
+        if len(leaving) == len({*names} - {*"ab"}):
+            break
+    assert OVERTAKEN <= begun <= OVERTAKEN + 1 and not found
+    for name in leaving:
+        running.pop(name).release()
+    thread.join()
+    assert found == ["".join(names)]
+    for held in running.values():
+        held.release()
+    pool.lookup("a")
+    pool.lookup("b")
+
+
+def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
+    """Blocks and look-ups inside of a block of the same adapter."""
+    (pool, _), found = registered(tmp_path, "ab", max_loras=1), []
+    with pool.hold(["a"]) as held:
+        thread = waiting(pool, ["b"], found)
+        for _ in range(OVERTAKEN):
+            pool.keep(["a"])
+        assert not pool.ready("a")
+        with pool.hold(["a"]):
+            assert pool.mapping(["a"], held=held).tolist() == [0]
+        refused = []
+
+        def other():
+            assert pool.lookup("a") == 0
+            with pytest.raises(NoSlot, match="it leaves for a batch that waits"):
+                pool.keep(["a"])
+            refused.append(True)
+
+        run_threads(lambda _: other(), 1)
+        assert refused and not found
+    thread.join(30)
+    assert found == ["b"]
+
+
+def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
+    pool, _ = registered(tmp_path, "abc", max_loras=1)
+    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are"):
+        pool.keep(["b"], timeout=0.03)
+    assert len(pool._versions._turns) == 0
+    pool.lookup("c")
+
+
+def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):
+    """While another adapter is read from its folder, here forever."""
+    pool, made = registered(tmp_path, "ab", max_loras=2)
+    check(pool, "a", made[0][1], 2.0)
+    begun, go = threading.Event(), threading.Event()
+    copied = host_module.Host.copied
+
+    def slowly(self, staged):
+        begun.set()
+        assert go.wait(60)
+        return copied(self, staged)
+
+    monkeypatch.setattr(host_module.Host, "copied", slowly)
+    pool.prefetch(["b", None])
+    assert begun.wait(60)
+    check(pool, "a", made[0][1], 2.0)
+    with pool.hold(["a"]) as held:
+        assert pool.mapping(["a"], held=held).tolist() == [0]
+    assert not pool.ready("b")
+    go.set()
+    wait_until(lambda: pool.ready("b"))
+    check(pool, "b", made[1][1], 2.0)
+
+
+def test_what_is_wanted_soon_is_not_evicted_ahead_of_others(tmp_path):
+    """Or the adapters of two waiting requests would evict each other, and neither would begin."""
+    pool, _ = registered(tmp_path, "abcd", max_loras=2)
+    pool.prefetch(["a", "b", "c", "a", "d"])  # the first two fit
+    wait_until(lambda: pool.ready("a") and pool.ready("b"))
+    pool.prefetch(["b", "a", "c", "d"])
+    wait_until(lambda: not pool._versions._coming)
+    assert set(pool.names()) == {"a", "b"}
+    with pool.hold(["a"]):
+        pool.prefetch(["c", "b"])  # one slot, beside that of a batch
+        wait_until(lambda: pool.ready("c"))
+        assert set(pool.names()) == {"a", "c"}
+        with pool.hold(["d"]):
+            assert set(pool.names()) == {"a", "d"}, "a batch evicts what is only wanted"
+            pool.prefetch(["c"])
+            wait_until(lambda: not pool._versions._coming)
+            assert set(pool.names()) == {"a", "d"}
+    pool.prefetch([])
+    pool.lookup("b")
+    pool.lookup("c")
+    assert set(pool.names()) == {"b", "c"}
+
+
+def test_what_a_batch_has_taken_is_not_wanted_any_more(tmp_path):
+    """Or adapters of former requests would keep their slots, and all others share one."""
+    pool, _ = registered(tmp_path, "abcd", max_loras=2)
+    pool.prefetch(["a", "b"])
+    wait_until(lambda: pool.ready("a") and pool.ready("b"))
+    for name in "ab":
+        pool.lookup(name)
+    for name in "cdc":
+        pool.lookup(name)
+    assert pool.names() == ["d", "c"]
