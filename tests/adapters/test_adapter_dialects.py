@@ -47,7 +47,8 @@ def test_a_mixed_batch_has_the_logits_of_merged_weights(tmp_path, dialect, model
     folders = {name: dialect.write(tmp_path / name, d) for name, d in drawn.items()}
     moelora_hf.enable(model)
     base = model(ids).logits
-    moelora_hf.load_adapters(model, folders, layout=dialect.layout)
+    pool = moelora_hf.load_adapters(model, folders, layout=dialect.layout)
+    assert pool.shared_outer == (dialect.kind == "shared"), "stacks as small as adapters allow"
     try:
         got = model(ids, adapter_names=ROWS).logits
     finally:

@@ -317,14 +317,6 @@ def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
         torch.testing.assert_close(served(ids).logits, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_why_this_is_needed(tmp_path):
-    """If this fails PEFT can do it by itself."""
-    model = make_model(mixtral)
-    model = load(model, save_adapters(model, tmp_path))
-    with pytest.raises(ValueError, match="does not support mixed adapter batches"):
-        model(tokens(), adapter_names=NAMES)
-
-
 def test_misuse(tmp_path):
     model = make_model(mixtral)
     ids = tokens()

@@ -294,23 +294,3 @@ def test_the_base_model_passes_gradients_on():
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
             checked += name.endswith("gate.weight")
     assert checked > 0
-
-
-def test_frozen_adapters_of_a_pool(tmp_path):
-    """Adapters that load_adapters serves take part in gradients, and have none."""
-    model, ids = make_model(mixtral), tokens()
-    adapter = adapted(model, target_modules=[])
-    adapter.save_pretrained(tmp_path)
-    served = copy.deepcopy(model)
-    moelora_hf.load_adapters(served, {"a": tmp_path})
-    moelora_hf.enable(served, training=True)
-    theirs = adapter.eval()
-    grads = []
-    for call, each in (
-        (lambda x: served(inputs_embeds=x, adapter_names=["a"] * 5), served),
-        (lambda x: theirs(inputs_embeds=x), theirs),
-    ):
-        x = each.get_input_embeddings()(ids).detach().requires_grad_()
-        call(x).logits.square().mean().backward()
-        grads.append(x.grad)
-    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)

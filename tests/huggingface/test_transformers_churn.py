@@ -126,21 +126,3 @@ def test_slots_are_written_after_the_stream_of_the_model():
     pool.lookup("a")
     torch.cuda.synchronize()
     assert not read.any(), "the slot was written while the model read it"
-
-
-def test_packed_tokens_note_the_stream_of_the_model(monkeypatch):
-    """Continuous batching looks slots up on another stream than the model's."""
-    serving, noted = Serving(), []
-    serving.pool = pool = make_pool(max_loras=1)
-    monkeypatch.setattr(pool._slots.streams, "note", lambda: noted.append(True))
-    ends = torch.tensor([0, 1, 3], dtype=torch.int32)
-    kwargs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "cu_seq_lens_q": ends}
-    serving._packed(torch.tensor([0, -1], dtype=torch.int32), kwargs)
-    assert noted
-
-
-def test_refusals(tmp_path):
-    model = make_whole_model(qwen3, torch.float32, "cpu")
-    folders = write_adapters(model, tmp_path)
-    with pytest.raises(ValueError, match="do not fit into max_loras=1; pass host= for more"):
-        moelora_hf.load_adapters(model, folders, max_loras=1)

@@ -133,20 +133,6 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
     assert torch.equal(texts, same)
 
 
-def test_unquantized_activations_with_adapters(made, tmp_path):
-    """`enable` first says which activations; against PEFT on the dequantized weights."""
-    folder, exact = made
-    adapters = make_adapters(exact, tmp_path)
-    model = load(folder)
-    moelora_hf.enable(model, activations="native")
-    moelora_hf.load_adapters(model, adapters)
-    _, _, calls = quantized.serve(folder, adapters, IDS, "native")
-    logits = model(IDS, adapter_names=quantized.ROWS).logits
-    wanted, _ = quantized.with_peft(exact, adapters, IDS, calls)
-    naive, _ = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
-    assert_logits(logits, wanted, naive)
-
-
 def test_a_layer_loses_its_parameters_before_the_next_is_packed(made, monkeypatch):
     model = load(made[0])
     layers = moelora_hf.moe_layers(model)
@@ -185,16 +171,6 @@ def test_the_implementation_alone_says_what_to_call(made):
         moelora_hf.new_pool(moelora_hf.moe_layers(model), 1, 4)
     moelora_hf.enable(model)
     assert torch.isfinite(model(IDS).logits).all()
-
-
-def test_what_such_a_model_cannot_do(made, tmp_path):
-    model = load(made[0])
-    moelora_hf.enable(model)
-    with pytest.raises(ValueError, match="not serializable|doesn't support|not support"):
-        model.save_pretrained(tmp_path)
-    model.set_experts_implementation("eager")
-    with pytest.raises(RuntimeError, match="weights in tiles, which other"):
-        model(IDS)
 
 
 # ---- experts that are refused, before anything has changed ----

@@ -143,7 +143,7 @@ def test_layers_without_scales_of_activations(tmp_path, case, lacking):
     assert_weights(moelora_hf.load_quantized(tmp_path), exact)
 
 
-@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4"])
+@pytest.mark.parametrize("case", ["modelopt_nvfp4", "ct_mxfp4", "gptq"])
 def test_activations_are_for_fp8_experts(tmp_path, case):
     make(tmp_path, case)
     refused(tmp_path, "activations is 'fp8', wanted None: the weights are not", activations="fp8")
@@ -202,6 +202,13 @@ def test_gguf_files_are_refused_with_what_to_do(tmp_path, is_file):
     path = tmp_path / "model-Q4_K_M.gguf"
     path.write_bytes(b"GGUF")
     refused(path if is_file else tmp_path, r"no config.json, .*: GGUF is not read; load the file")
+
+
+def test_a_folder_without_tensors(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "has no safetensors files that transformers would load")
+    (tmp_path / "model-q4_k_m.gguf").write_bytes(b"GGUF")
+    refused(tmp_path, "are never loaded: GGUF is not read; load the file with from_pretrained")
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):

@@ -7,7 +7,6 @@ import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from covering import extent
 from gradient_cases import (
-    FACTORS,
     FEW_PLACES,
     PLACES,
     assert_accurate_on_average,
@@ -127,30 +126,6 @@ def test_reference_by_finite_differences():
         assert torch.autograd.gradcheck(layer, values, fast_mode=True)
 
 
-@pytest.mark.parametrize("place", PLACES[:1])
-def test_finite_differences(place):
-    """Without any reference: central differences of the operator along random directions."""
-    p = Spec(tokens=7, bias=True, ranks=(8, 4), mix="all_different").build().to(place[0])
-    arguments = p.kwargs()
-    grad_out = grad_like(p.hidden_states.shape, torch.float32, place[0])
-    grads = by_autograd(arguments, grad_out)
-    step = 2.0**-7
-    for number, name in enumerate(TRAINED):
-        value = arguments[name]
-        values = value if isinstance(value, list) else [value]
-        ways = [grad_like(v.shape, v.dtype, place[0], seed=50 + number) for v in values]
-
-        def moved(by, name=name, value=value, values=values, ways=ways):
-            new = [v + by * w for v, w in zip(values, ways, strict=True)]
-            given = arguments | {name: new if isinstance(value, list) else new[0]}
-            return (moelora.fused_experts_lora(**given).double() * grad_out.double()).sum()
-
-        slope = (moved(step) - moved(-step)) / (2 * step)
-        found = [grads[n] for n in grads if n.split("[")[0] == name]
-        along = sum((g * w).double().sum() for g, w in zip(found, ways, strict=True))
-        assert abs(slope - along) <= 2e-2 * max(1.0, abs(along)), name
-
-
 # ---- other forms of weights ----
 
 
@@ -208,32 +183,6 @@ def test_packed_weights(place):
 # ---- dtypes of factors and of gradients ----
 
 
-@pytest.mark.parametrize("place", PLACES[1:])
-@pytest.mark.parametrize("sharing", ["per_expert", "outer", "expanded"])
-def test_accuracy_beside_float32_factors(place, sharing):
-    """Their bits: test_backwards.py."""
-    device, dtype = place
-    p = Spec(tokens=12, dtype=dtype, ranks=(8, 5), spare_rank=3, sharing=sharing).build().to(device)
-    arguments = p.kwargs()
-    for name in FACTORS:
-        f = arguments[name]
-        arguments[name] = [t.float() for t in f] if isinstance(f, list) else f.float()
-    grad_out = grad_like(p.hidden_states.shape, dtype, device)
-    assert_gradients(by_autograd(arguments, grad_out), arguments, grad_out, dtype)
-
-
-def test_float32_factors_are_rounded():
-    p = Spec(tokens=5, dtype=torch.bfloat16).build()
-    between = [t.float() * (1 + 2.0**-9) for t in p.w13_lora_a]
-    arguments = (
-        p.kwargs()
-        | {n: getattr(p, n).float() for n in ("w2_lora_a", "w2_lora_b")}
-        | {"w13_lora_a": between, "w13_lora_b": [t.float() for t in p.w13_lora_b]}
-    )
-    rounded = p.kwargs() | {"w13_lora_a": [t.bfloat16() for t in between]}
-    assert same_bits(moelora.fused_experts_lora(**arguments), moelora.fused_experts_lora(**rounded))
-
-
 # ---- into given memory, and some alone ----
 
 
@@ -248,38 +197,3 @@ def test_a_factor_of_up_alone(place):
     up = up.detach().requires_grad_()
     moelora.fused_experts_lora(**arguments | {"w13_lora_a": [gate, up]}).backward(grad_out)
     assert up.grad.any() and same_bits(up.grad, want)
-
-
-def test_refusals_of_the_operator():
-    p = Spec(tokens=6, bias=True, dtype=torch.bfloat16).build()
-    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16)
-    _, saved = moelora.fused_experts_lora_saving(**arguments)
-    G = moelora.Gradients
-    shared = torch.zeros_like(p.w2_lora_a)
-
-    def refuse(match, error=ValueError, grad_out=grad_out, saved=saved, **changes):
-        with pytest.raises(error, match=match):
-            moelora.fused_experts_lora_backward(grad_out, saved, **arguments | changes)
-
-    refuse("grad_out has 1 dimensions", grad_out=grad_out[0])
-    refuse("grad_out has dtype float32, expected bfloat16", grad_out=grad_out.float())
-    refuse(r"grad_out.size\(0\) is 5", grad_out=grad_out[:5])
-    refuse(r"gate_up.size\(0\) is 4", saved=saved._replace(gate_up=saved.gate_up[:4]))
-    refuse("w13_shrink is absent", saved=saved._replace(w13_shrink=torch.empty(0)))
-    refuse(r"w2_shrink.size\(1\) is 15", saved=saved._replace(w2_shrink=saved.w2_shrink[:, 1:]))
-    refuse(r"wanted has \['w13'\]", wanted=["w13"])
-    refuse("wanted is .hidden_states., expected a collection", wanted="hidden_states")
-    refuse("wanted is an int, expected a collection of str or None", TypeError, wanted=3)
-    refuse("pass one", wanted=["w2_bias"], grads=G())
-    refuse("grads holds", accumulate=True)
-    refuse(r"grad_w2_bias.size\(1\) is 3", grads=G(w2_bias=torch.zeros(4, 3)))
-    refuse("grad_w2_bias has dtype float16", grads=G(w2_bias=torch.zeros(4, 64).half()))
-    refuse("shares memory", grads=G(w2_lora_a=p.w2_lora_a))
-    refuse("shares memory", grads=G(hidden_states=grad_out))
-    refuse("shares memory", grads=G(w2_lora_a=shared, w13_bias=shared.flatten()[:256].view(4, 64)))
-    refuse("grad_w13_lora_a has 1 slices", grads=G(w13_lora_a=torch.zeros(2, 4, 16, 64)))
-    no_bias = arguments | {"w13_bias": None}
-    with pytest.raises(ValueError, match="grad_w13_bias is given, but w13_bias is absent"):
-        moelora.fused_experts_lora_backward(
-            grad_out, saved, **no_bias, grads=G(w13_bias=torch.zeros(4, 64))
-        )

@@ -32,14 +32,10 @@ from projection_cases import (
 )
 from quantized_cases import ALL_FORMATS
 from quantized_cases import build as build_quantized
-from torch.autograd import forward_ad
 
 import moelora
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-TWO_BYTES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
-)
 
 
 def hold(spec, projection, mul, compute, device="cpu", deltas=False):
@@ -249,38 +245,6 @@ def test_nothing_is_saved_but_arguments(device):
                 assert not saved_bytes(call)
 
 
-@pytest.mark.parametrize("name", ["x", "topk_weights", "lora_b"])
-def test_forward_mode_and_transforms(name):
-    for number in range(4):
-        given, _ = list(calls("cpu"))[number]
-        delta = list(DELTAS.values())[number // 2]
-        function = moelora.fused_moe_lora_gemm if "w" in given else delta
-        arguments = {
-            n: [t.detach() for t in v]
-            if isinstance(v, list)
-            else v.detach()
-            if isinstance(v, torch.Tensor)
-            else v
-            for n, v in given.items()
-        }
-        value = as_list(arguments[name])[-1]
-
-        def with_value(new, arguments=arguments, value=value, function=function):
-            put = {
-                n: [new if t is value else t for t in v] if isinstance(v, list) else v
-                for n, v in arguments.items()
-            }
-            return function(**put | ({} if isinstance(arguments[name], list) else {name: new}))
-
-        with (
-            forward_ad.dual_level(),
-            pytest.raises(RuntimeError, match=f"{name}.* has a tangent, and .*forward-mode"),
-        ):
-            with_value(forward_ad.make_dual(value, torch.ones_like(value)))
-        with pytest.raises(RuntimeError, match=f"{name}.* requires a gradient, and torch.func"):
-            torch.func.grad(lambda v, f=with_value: f(v).float().sum())(value)
-
-
 # ---- attacks on the boundary of autograd ----
 
 
@@ -293,24 +257,6 @@ def calls(device):
         own, _ = for_delta(projection, arguments)
         given = with_leaves(own)
         yield given, lambda given=given, delta=DELTAS[projection]: delta(**given)
-
-
-@EACH_DEVICE
-def test_what_is_written_to_is_noticed(device):
-    """Whichever tensor it is that the backward would read."""
-    for number, (given, _) in enumerate(calls(device)):
-        tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor) and v.numel()]
-        assert {"x", "topk_weights", "topk_ids", "token_lora_mapping", "lora_scalings"} <= {
-            *tensors
-        }
-        for name in {*tensors, *FACTORS}:
-            given, call = list(calls(device))[number]
-            value = as_list(given[name])[-1]
-            out = call()
-            with torch.no_grad():
-                value.copy_(value.clone())
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                out.sum().backward()
 
 
 @EACH_DEVICE
@@ -385,20 +331,6 @@ def test_streams(place):
 
 
 # ---- under torch.compile, in a CUDA graph ----
-
-
-@TWO_BYTES
-def test_compiled(dtype):
-    p = Spec(tokens=6, dtype=dtype).build()
-    arguments = p.gemm_kwargs("w13", True)
-    grad_out = grad_like((*p.topk_ids.shape, p.w13.size(1)), dtype)
-    want = of_projection(arguments, grad_out)
-    given = with_leaves(arguments)
-    torch.compile(moelora.fused_moe_lora_gemm, backend="aot_eager", fullgraph=True)(
-        **given
-    ).backward(grad_out)
-    for name, grad in grads_of(arguments, given).items():
-        assert same_bits(grad, want[name]), name
 
 
 CHANGING = ("x", "topk_ids", "topk_weights", "token_lora_mapping")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import Spec
-from gradient_cases import grad_like
 
 import moelora
 from moelora.operators.sparse import set_sparse
@@ -39,31 +38,6 @@ def test_touched_pairs_of_other_shapes_are_refused():
             touched_pairs(*arguments)
     whole = torch.empty(0, dtype=torch.int32)  # as operators have it: no map
     assert touched_pairs(ids, mapping, 2, 4, whole)[0].tolist() == [[0, -1, -1, -1], [-1] * 4]
-
-
-def test_what_is_refused():
-    arguments = SPEC.build().kwargs()
-    out, saved = moelora.fused_experts_lora_saving(**arguments)
-    grad_out, b = grad_like(out.shape, torch.float32), arguments["w2_lora_b"]
-    ids = arguments["topk_ids"], arguments["token_lora_mapping"]
-    pairs, count = touched_pairs(*ids, b.size(0), b.size(1))
-    fitting = moelora.Gradients(
-        w2_lora_a=torch.empty(int(count), *arguments["w2_lora_a"].shape[2:]),
-        w2_lora_b=torch.empty(int(count), *b.shape[2:]),
-    )
-
-    def refuse(message, given=fitting, pairs=pairs):
-        with pytest.raises(ValueError, match=message):
-            moelora.fused_experts_lora_backward(
-                grad_out, saved, grads=given, pairs=pairs, **arguments
-            )
-
-    refuse("grad_pairs.*expected int32", pairs=pairs.long())
-    refuse("size", pairs=pairs[:, 1:])
-    refuse(r"pairs has shape \(5,\), expected \(max_loras, E\)", pairs=pairs[0])
-    refuse("number of sparse gradients", fitting._replace(w2_lora_b=fitting.w2_lora_b[1:]))
-    refuse("size", fitting._replace(w2_lora_b=fitting.w2_lora_b[:, 1:]))
-    refuse("pairs has the indices of gradients in grads", given=None)
 
 
 def test_pairs_of_a_call_that_is_refused():
