@@ -54,6 +54,27 @@ def ask(tmp_path, capsys):
     return run
 
 
+def change_config(folder, **options):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    return folder
+
+
+def rewritten(folder, *words, model_type="qwen3_moe"):
+    """Exit status of --per-expert, and the folder that it writes."""
+    config(model_type).save_pretrained(folder.parent / "model")
+    out = folder.parent / "out"
+    words = ["--model", str(folder.parent / "model"), "--per-expert", str(out), *words]
+    return main(["adapters", str(folder), *words]), out
+
+
+def logits_of(folder, model_type="qwen3_moe"):
+    """Of all rows, with the adapter of a folder."""
+    model = make(model_type)
+    moelora_hf.load_adapters(model, {"a": folder})
+    return model(tokens(), adapter_names=["a"] * len(tokens())).logits
+
+
 SAYS = {
     "peft": ["PEFT 0.21.2", "PEFT's target_parameters", "rank_major, PEFT's", "embedding"],
     "unsloth-grouped": ["Unsloth with PEFT 0.21.2", "lora_B: grouped_by_expert"],
@@ -87,9 +108,7 @@ def test_an_adapter_that_loads(ask, dialect):
 def test_ranks_of_stacks_are_those_of_their_parameters(tmp_path, capsys, patterns, ranks):
     dialect = DIALECTS["peft"]
     folder = dialect.write(tmp_path / "a", drawn(dialect.kind, dialect.embeddings))
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": patterns}))
-    main(["adapters", str(folder)])
+    main(["adapters", str(change_config(folder, rank_pattern=patterns))])
     rows = [row for row in capsys.readouterr().out.splitlines() if "stack of experts, PEFT" in row]
     tables = [row for row in rows if row.count("\u2502") > 5]
     assert tables and all(row.rstrip(" \u2502").endswith(f" {ranks}") for row in tables)
@@ -129,19 +148,17 @@ def test_one_pair_for_each_expert(tmp_path, capsys, model_type, dialect, key):
     model = make(model_type)
     factors = draw(model, dialect.kind, embeddings=dialect.embeddings)
     folder = dialect.write(tmp_path / "a", factors)
-    config(model_type).save_pretrained(tmp_path / "model")
-    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
-    words += ["--layout", dialect.layout] if dialect.layout else []
-    assert main(["adapters", str(folder), *words]) == 0, capsys.readouterr().out
-    assert f"written with one pair for each expert: {tmp_path / 'out'}" in capsys.readouterr().out
-    state = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    words = ["--layout", dialect.layout] if dialect.layout else []
+    status, out = rewritten(folder, *words, model_type=model_type)
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert f"written with one pair for each expert: {out}" in said
+    state = load_file(out / "adapter_model.safetensors")
     assert any(f"{key}.lora_B.weight" in name for name in state)
-    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1, "whoever can read the configuration can read the tensors"
+    modes = {path.stat().st_mode for path in out.iterdir()}
+    assert len(modes) == 1, "all files can be read by the same users"
     wanted = merge(model, factors)(tokens()).logits
-    moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
-    got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(out, model_type), wanted, rtol=1e-4, atol=1e-4)
 
 
 LAYERS = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}}
@@ -194,27 +211,19 @@ def test_one_rank_and_one_scaling_for_all_pairs(tmp_path):
     """What vLLM and SGLang do not read, patterns, is in the factors."""
     model = make("qwen3_moe")
     folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(model, "split"))
-    path = folder / "adapter_config.json"
-    patterns = {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {"v_proj": 2}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | patterns))
+    change_config(folder, alpha_pattern={"q_proj": 3}, rank_pattern={"v_proj": 2})
     state = load_file(folder / "adapter_model.safetensors")
     for name in [name for name in state if "v_proj" in name]:
         cut = state[name][:2] if "lora_A" in name else state[name][:, :2]
         state[name] = cut.contiguous()
     save_file(state, folder / "adapter_model.safetensors")
-    config("qwen3_moe").save_pretrained(tmp_path / "model")
-    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
-    assert main(["adapters", str(folder), *words]) == 0
-    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    status, out = rewritten(folder)
+    assert status == 0
+    written = json.loads((out / "adapter_config.json").read_text())
     assert not written["rank_pattern"] and not written["alpha_pattern"]
-    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    tensors = load_file(out / "adapter_model.safetensors")
     assert {t.size(0) for name, t in tensors.items() if "lora_A" in name} == {written["r"]}
-    answers = []
-    for name in ("a", "out"):
-        served = make("qwen3_moe")
-        moelora_hf.load_adapters(served, {"a": tmp_path / name})
-        answers.append(served(tokens(), adapter_names=["a"] * len(tokens())).logits)
-    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(folder), logits_of(out), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -224,35 +233,29 @@ def test_projections_without_factors_get_zeros(tmp_path):
     factors = draw(model, "fused")
     for pairs in factors.experts.values():
         del pairs["down"]
-    folder = DIALECTS["stacks"].write(tmp_path / "a", factors)
-    config("qwen3_moe").save_pretrained(tmp_path / "model")
-    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
-    assert main(["adapters", str(folder), *words]) == 0
-    state = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    status, out = rewritten(DIALECTS["stacks"].write(tmp_path / "a", factors))
+    assert status == 0
+    state = load_file(out / "adapter_model.safetensors")
     down = [t for name, t in state.items() if ".experts." in name and "down_proj" in name]
     assert len(down) == 2 * 6 and not any(t.any() for t in down)
     wanted = merge(model, factors)(tokens()).logits
-    moelora_hf.load_adapters(model, {"a": tmp_path / "out"})
-    got = model(tokens(), adapter_names=["a"] * len(tokens())).logits
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(out), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_scaling_that_overflows_is_refused(tmp_path, capsys):
     """Nothing is written: the factor would be infinite."""
     folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(make("qwen3_moe"), "split"))
-    path, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": {"q_proj": 800}}))
+    tensors = change_config(folder, alpha_pattern={"q_proj": 800}) / "adapter_model.safetensors"
     state = {name: t.half() for name, t in load_file(tensors).items()}
     name = next(name for name in state if "q_proj.lora_B" in name)
     state[name][0, 0] = 60000
     save_file(state, tensors)
-    config("qwen3_moe").save_pretrained(tmp_path / "model")
-    words = ["--model", str(tmp_path / "model"), "--per-expert", str(tmp_path / "out")]
-    assert main(["adapters", str(folder), *words]) == 1
+    status, out = rewritten(folder)
+    assert status == 1
     text = capsys.readouterr().out
     assert "lora_B of model.layers.0.self_attn.q_proj times 100" in text
     assert "overflows torch.float16" in text
-    assert not list((tmp_path / "out").glob("*"))
+    assert not list(out.glob("*"))
 
 
 def test_ranks_that_would_be_mostly_padding_are_refused():
@@ -396,9 +399,7 @@ def test_stacks_of_more_experts_than_the_model_has(ask):
 
 def test_an_option_that_is_not_supported(tmp_path, capsys):
     folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": ["lm_head"]}))
-    assert main(["adapters", str(folder)]) == 1
+    assert main(["adapters", str(change_config(folder, modules_to_save=["lm_head"]))]) == 1
     text = capsys.readouterr().out
     assert "problem: option modules_to_save=['lm_head'] is not supported" in text
     assert "one pair per expert" in text, "what can be said is said"

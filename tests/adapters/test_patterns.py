@@ -145,15 +145,6 @@ def test_keys_that_would_take_long_to_read():
         Patterns(dict.fromkeys(keys, 1))
 
 
-def test_paths_are_tried_once():
-    """A and B of a pair have one path, and rank and layout are asked for more often."""
-    one = Patterns({r".*\d+.gate_proj": 4, "up_proj": 3})
-    assert one.find("experts.1.gate_proj", 1) == 4
-    steps = one._steps
-    assert one.find("experts.1.gate_proj", 1) == 4
-    assert one._steps == steps
-
-
 def test_the_largest_models_fit():
     """A key for every layer, and choices for every path of as many experts as there are."""
     keys = {rf"model\.layers\.{n}\.mlp\.experts\.\d+\.(gate|up)_proj$": n for n in range(48)}

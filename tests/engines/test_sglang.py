@@ -4,9 +4,8 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,13 +16,11 @@ import tomllib
 import torch
 from cases import Spec
 from checks import assert_close_to_ref
-from quantized_cases import FP8_FORMATS, fitted, to_fp8
 from sglang_stand_in import (
     OWN,
     HookRegistry,
     LoRAInfo,
     MoeLoraBatch,
-    MoeRunner,
     StandardCombineInput,
     dispatched,
     make_base_layer,
@@ -33,7 +30,6 @@ from sglang_stand_in import (
     run_layer,
     runner_of,
 )
-from stand_in import doctor_on
 
 import moelora
 import moelora.integrations.sglang as moelora_sglang
@@ -70,7 +66,6 @@ def signature(function) -> str:
     return str(inspect.Signature(bare))
 
 
-SERVING = Path(__file__).parents[2] / "docs/serving.md"
 BACKENDS = pytest.mark.parametrize("backend", ["triton_v2", "csgmv"])
 
 
@@ -164,95 +159,6 @@ def test_layer(name, zeros, backend, sglang, device_and_dtype):
     assert isinstance(combined, StandardCombineInput)
     naive = naive_fused_experts_lora(**there.kwargs())
     assert_close_to_ref(combined.hidden_states, fused_experts_lora_ref(**p.kwargs()), naive, dtype)
-
-
-def in_fp8(base_layer, q):
-    """A layer as SGLang's `Fp8MoEMethod` leaves it: e4m3, float32 scales of 128 x 128 blocks."""
-    base_layer.params_dtype = q.dense.hidden_states.dtype
-    base_layer.quant_method = SimpleNamespace(block_quant=True, weight_block_size=[128, 128])
-    for name, numbers in q.numbers.items():
-        setattr(base_layer, f"{name}_weight", torch.nn.Parameter(numbers.q, requires_grad=False))
-        first = torch.searchsorted(numbers.of_rows, torch.arange(int(numbers.of_rows[-1]) + 1))
-        scales = torch.nn.Parameter(numbers.scales[:, first].contiguous(), requires_grad=False)
-        setattr(base_layer, f"{name}_weight_scale_inv", scales)
-    return base_layer
-
-
-@dataclass
-class Fp8Problem:
-    dense: object
-    numbers: dict  # of w13 and w2
-
-    @classmethod
-    def of(cls, spec):
-        p = fitted(spec, spec.dtype, 128).build()
-        format = FP8_FORMATS["fp8_block_w8a8"]
-        return cls(p, {name: to_fp8(getattr(p, name), format, False) for name in ("w13", "w2")})
-
-    def quantized(self):
-        gate_up = "concatenated" if self.dense.spec.activation != "relu2" else None
-        w13, w2 = self.numbers["w13"], self.numbers["w2"]
-        kind = self.dense.hidden_states.dtype
-        return {"w13": w13.pack(kind, gate_up), "w2": w2.pack(kind)}
-
-
-@pytest.mark.parametrize("name", ["mixed_ranks", "relu2", "base_only"])
-def test_fp8_blocks_run_in_tiles_and_nothing_else_is_kept(name, sglang):
-    spec = replace(SPECS[name], dtype=torch.bfloat16, scalings=False, tokens=9)
-    q = Fp8Problem.of(spec)
-    base_layer = in_fp8(make_base_layer(q.dense), q)
-    layer = sglang.layer(base_layer, max_lora_rank=64)
-    got = run_layer(layer, q.dense).hidden_states
-    dense = {**q.dense.kwargs(), **q.quantized()}
-    assert torch.equal(got, moelora.fused_experts_lora(**dense))
-    assert base_layer.w13_weight.dtype == base_layer.w2_weight.dtype == torch.uint8
-    base = layer._base_run_moe_core(dispatch_output=dispatched(q.dense)).hidden_states
-    plain = {**q.dense.base().kwargs(), **q.quantized()}
-    assert torch.equal(base, moelora.fused_experts_lora(**plain))
-
-
-@pytest.fixture
-def fp8():
-    """A layer whose weights moelora packs."""
-    q = Fp8Problem.of(Spec(dtype=torch.bfloat16, scalings=False))
-    return in_fp8(make_base_layer(q.dense), q)
-
-
-def test_packed_weights_under_a_release_that_reads_them_otherwise(sglang, monkeypatch, fp8):
-    """Batches without adapters would take tiles for the loader's weights."""
-    monkeypatch.setattr(moelora_sglang, "BASE_PATH", "_base_run_moe_core_of_another_release")
-    with pytest.raises(RuntimeError, match="has no _base_run_moe_core_of.*MOELORA_SGLANG=0"):
-        sglang.layer(fp8)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda b: setattr(b.quant_method, "block_quant", False), "torch.float8_e4m3fn, of Simple"),
-        (lambda b: setattr(b.quant_method, "use_mxfp8", True), "torch.float8_e4m3fn, of SimpleNa"),
-        (lambda b: setattr(b, "params_dtype", torch.float32), "its activations are torch.float32"),
-        (
-            lambda b: b.w2_weight_scale_inv.data.fill_(float("nan")),
-            "weight_scale_inv has a scale that is NaN",
-        ),
-        (
-            lambda b: setattr(b, "w2_weight_scale_inv", b.w2_weight_scale_inv.int()),
-            "its scales are torch.float32 and torch.int32",
-        ),
-    ],
-)
-def test_other_fp8_layers_run_sglangs_own_path_and_keep_their_weights(
-    change, reason, sglang, warned, fp8
-):
-    change(fp8)
-    assert runner_of(sglang.layer(fp8)).run(None, None) == OWN
-    assert reason in warned.text
-    assert fp8.w13_weight.dtype == fp8.w2_weight.dtype == torch.float8_e4m3fn
-
-
-def test_fp8_under_a_legacy_backend_runs_sglangs_own_path(sglang, warned, fp8):
-    sglang.layer(fp8, name="csgmv")
-    assert "and its backend is not triton_v2" in warned.text
 
 
 def test_routed_scaling_factor(sglang):
@@ -458,23 +364,6 @@ def test_a_batch_that_the_operator_refuses(backend, sglang, monkeypatch, warned)
     ]
 
 
-def test_sglangs_own_runner_is_made_with_the_layer(sglang, fp8):
-    """A refusal may come while a graph is captured. Weights in tiles it cannot read."""
-    p, made = Spec(scalings=False).build(), []
-
-    def runner(*args, **kwargs):
-        made.append(args)
-        return "runner"
-
-    def make(layer):
-        return moelora_sglang.from_layer(
-            runner, object, layer, is_shared_outer=False, physical_rank=16
-        )
-
-    assert isinstance(make(make_base_layer(p)), moelora_sglang.MoeLoraRunner) and len(made) == 1
-    assert isinstance(make(fp8), moelora_sglang.MoeLoraRunner) and len(made) == 1
-
-
 def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
     """Its runner of adapters needs compute capability 9.0; what moelora refuses then raises."""
     p = Spec(scalings=False).build()
@@ -542,88 +431,3 @@ def test_a_release_that_would_call_otherwise(backend, change, why, sglang, warne
         assert sglang.stays(sglang.layer(make_base_layer(Spec().build()), name=backend))
     (line,) = warned.messages
     assert why in line and line.endswith("; SGLang's own path runs")
-
-
-# ---- moelora doctor ----
-
-
-@pytest.fixture
-def doctor(sglang, monkeypatch, capsys):
-    """Runs `moelora doctor` on a machine with a GPU and SGLang; (exit status, lines)."""
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    entry = "moelora.integrations.sglang:register", "sglang.srt.plugins"
-    return doctor_on(monkeypatch, capsys, *entry, torch_version="2.14.1", sglang="0.5.23")
-
-
-def test_doctor_says_which_layers_run(doctor):
-    status, lines = doctor()
-    assert status == 0
-    sample = SERVING.read_text().split("$ moelora doctor\n")[2].split("```", 1)[0].splitlines()
-    assert [line.replace(f"moelora {moelora.__version__}", "moelora") for line in lines] == [
-        re.sub(r"^moelora [\d.]+,", "moelora,", line) for line in sample
-    ]
-
-
-HOOKS = "sglang.srt.plugins.hook_registry"
-ON = "plugin: on: SGLang loads the plugin in every process"
-
-
-@pytest.mark.parametrize(
-    ("environment", "absent", "said"),
-    [
-        ({}, [interface.RUNNER], ON),
-        # Without spaces, as SGLang reads them; an empty one loads all plugins.
-        ({"SGLANG_PLUGINS": ""}, [], ON),
-        ({"SGLANG_PLUGINS": "moelora"}, [], ON),
-        ({"SGLANG_PLUGINS": "other, moelora"}, [], ON),
-        ({"SGLANG_PLUGINS": "other"}, [], "SGLANG_PLUGINS=other does not name moelora, so SGLang"),
-        ({"SGLANG_PLUGINS": ","}, [], "SGLANG_PLUGINS=, does not name moelora, so SGLang does"),
-        ({"MOELORA_SGLANG": "false"}, [], "MOELORA_SGLANG=false"),
-        ({}, [HOOKS], f"there is no {HOOKS}."),
-    ],
-)
-def test_doctor_says_whether_it_is_on(doctor, monkeypatch, environment, absent, said):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    for module in absent:
-        monkeypatch.setitem(sys.modules, module, None)
-    status, lines = doctor()
-    if said == ON:
-        assert status == 0 and lines[2] == ON
-        assert lines[-1].endswith(" MoeLoraRunner     not in this release") == bool(absent)
-    else:
-        assert status == 1 and lines[2].startswith(f"plugin: off: {said}")
-        assert lines[3] == "SGLang's own path runs"
-
-
-def test_doctor_of_a_release_whose_layers_are_all_other_ones(doctor, monkeypatch):
-    monkeypatch.setitem(sys.modules, interface.RUNNER, None)
-    monkeypatch.setattr(MoeRunner, "run", lambda self, dispatched: None)
-    status, lines = doctor()
-    assert status == 1
-    assert lines[2] == "plugin: off: no class of this SGLang is one that moelora can run"
-    assert " SGLang's own path: sglang.srt.layers.moe.moe_runner.runner.MoeRunner.run " in lines[3]
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (
-            lambda patch: patch.setattr(moelora_sglang, "problem_here", lambda: 1 / 0),
-            "could not register: ZeroDivisionError: division by zero",
-        ),
-        (
-            lambda patch: patch.setitem(sys.modules, HOOKS, None),
-            f"there is no {HOOKS}.HookRegistry.register",
-        ),
-    ],
-    ids=["fails", "no hooks"],
-)
-def test_whatever_fails_leaves_sglang_as_it_was(change, said, sglang, monkeypatch, caplog):
-    change(monkeypatch)
-    HookRegistry.hooks.clear()
-    with caplog.at_level(logging.INFO, "sglang.moelora"):
-        for _ in range(2):
-            moelora_sglang.register()
-    assert caplog.messages == [f"moelora: {said}; SGLang's own path runs"]
-    assert not HookRegistry.hooks

@@ -130,23 +130,6 @@ def test_adapter_names(model, tmp_path):
         model.generate(ids, **options)
 
 
-def test_generated_tokens_are_the_best_of_their_adapter(model, tmp_path):
-    """Every token that a mixed batch generates is what PEFT, in float32, finds likeliest next."""
-    ids = tokens(length=4, device=model.device)
-    folders = save_adapters(model, tmp_path)
-    exact = copy.deepcopy(model).float()
-    moelora_hf.load_adapters(model, folders)
-    texts = model.generate(ids, adapter_names=ROWS, max_new_tokens=8, do_sample=False)
-    logits = oracle(exact, folders, ROWS, texts)[:, ids.shape[1] - 1 : -1]
-    chosen = logits.gather(-1, texts[:, ids.shape[1] :, None]).squeeze(-1)
-    short = (logits.amax(-1) - chosen) / logits.std(-1)
-    if model.dtype == torch.float32:
-        assert short.max() <= 1e-4, short
-    else:  # a router may flip between two nearly equal experts
-        assert (short <= 0.1).float().mean() >= 0.9, short
-    assert len({tuple(row) for row in texts.tolist()}) == len(ROWS)
-
-
 def test_misuse(tmp_path):
     model = make_model(mixtral)
     folder = save_adapter(model, tmp_path / "a", 0)

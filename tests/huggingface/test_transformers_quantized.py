@@ -148,15 +148,6 @@ def test_the_example(capsys, monkeypatch):
     monkeypatch.setattr(quantized, "CHECKPOINTS", extent(nightly=formats, ci=formats[:1]))
     assert quantized.main() == 0
     assert capsys.readouterr().out.endswith("as dequantized weights and PEFT: True\n")
-    load = moelora_hf.load_adapters
-
-    def load_swapped(model, folders):
-        law, code, poems = folders.values()
-        return load(model, {"law": code, "code": law, "poems": poems})
-
-    monkeypatch.setattr(moelora_hf, "load_adapters", load_swapped)
-    monkeypatch.setattr(quantized, "CHECKPOINTS", formats[:1])
-    assert quantized.main() == 1
 
 
 def test_what_such_a_model_cannot_do(made, tmp_path):

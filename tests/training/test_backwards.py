@@ -120,6 +120,18 @@ def test_bits_of_autograd(place, projection, kind):
         assert set(found) == set(want)
         for name, grad in found.items():
             assert same_bits(grad, want[name]), name
+            assert spec.tokens or not grad.any(), f"{name}: zeros, whatever was in memory"
+
+
+@EACH_KIND
+@pytest.mark.parametrize("place", FEW_PLACES)
+def test_rows_of_grad_out_in_any_strides(place, kind):
+    arguments, grad_out = arguments_of(SPEC, place, "w2", kind)
+    spread = torch.full((*grad_out.shape[:-2], grad_out.size(-2) + 1, grad_out.size(-1) + 8), 1e9)
+    spread = spread.to(grad_out)[..., :-1, :-8].copy_(grad_out)
+    want = by_hand(kind, arguments, grad_out)
+    for name, grad in by_hand(kind, arguments, spread).items():
+        assert same_bits(grad, want[name]), name
 
 
 @pytest.mark.parametrize("place", FEW_PLACES)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from conftest import on_gpu
-from glue_cases import op_calls, operator
 from gradient_cases import (
     DEVICES,
     FEW_PLACES,
@@ -70,33 +69,6 @@ def test_the_forward_has_the_bits_of_serving(spec, place):
     assert recorded.requires_grad
     assert same_bits(saving, serving) and same_bits(recorded.detach(), serving)
     assert not any(t.requires_grad for t in saved)
-
-
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_saved(spec, place):
-    """By flat row: the projection before its activation, and the shrinks."""
-    device, dtype = place
-    p, _ = problem(replace(spec, ranks=(8, 16, 4, 12), spare_rank=2), place)
-    _, saved = moelora.fused_experts_lora_saving(**p.kwargs())
-    rows, slices = p.topk_ids.numel(), p.spec.slices
-    columns = p.w13.shape[1]
-    rank = 18
-    assert saved.gate_up.shape == (rows, columns)
-    assert saved.w13_shrink.shape == (rows, slices, rank)
-    assert saved.w2_shrink.shape == (rows, rank)
-    assert {t.dtype for t in saved} == {dtype}
-    if not spec.weight_on_input and device == "cpu":  # others sum a projection alone otherwise
-        gemm = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w13"))
-        assert same_bits(saved.gate_up, gemm.flatten(0, 1))
-    skipped = (saved.gate_up == 0).all(1)
-    assert skipped.any() == (spec.remote > 0)
-    base = (p.token_lora_mapping < 0).repeat_interleave(p.spec.top_k) | skipped
-    assert not saved.w13_shrink[base].any() and not saved.w2_shrink[base].any()
-    assert (saved.w13_shrink[~base][:, :, :4] != 0).any(-1).all()
-    true_rank = torch.tensor(p.spec.ranks, device=device)[p.token_lora_mapping.clamp(min=0).long()]
-    beyond = torch.arange(rank, device=device) >= true_rank.repeat_interleave(p.spec.top_k)[:, None]
-    assert not saved.w2_shrink[beyond].any()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -233,24 +205,6 @@ def test_what_is_not_finite_stays_with_its_tenant(where, value, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_tokens(place):
-    """Factors get zeros, whatever was in memory."""
-    p, grad_out = problem(replace(TENANTS, tokens=0, bias=True), place)
-    for arguments in (p.kwargs(), p.kwargs() | {"token_lora_mapping": None}):
-        for grads in (by_autograd(arguments, grad_out), by_hand(arguments, grad_out)):
-            assert grads["hidden_states"].shape == (0, TENANTS.hidden)
-            assert all(not grad.any() for grad in grads.values())
-            assert set(grads) == {
-                *("hidden_states", "topk_weights", "w2_lora_a", "w2_lora_b"),
-                *("w13_lora_a[0]", "w13_lora_a[1]", "w13_lora_b[0]", "w13_lora_b[1]"),
-                *("w13_bias", "w2_bias"),
-            }
-    # as out.sum() hands it back: of any strides, and contiguous for torch
-    grads = by_autograd(p.kwargs(), torch.ones_like(grad_out[:, :1]).expand(grad_out.shape))
-    assert all(not grad.any() for grad in grads.values())
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_what_no_token_uses_gets_zeros(place):
     device, _ = place
     p, grad_out = problem(replace(TENANTS, ranks=(8, 16, 4, 6), spare_rank=3), place)
@@ -354,17 +308,3 @@ def test_the_backward_of_autograd_may_overwrite_what_it_saved(place, name):
     out.backward(grad_out)
     assert all(same_bits(now, was) for now, was in zip(saved, before, strict=True))
     assert same_bits(given["hidden_states"].grad, want["hidden_states"])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gate_up_to_overwrite_is_memory_of_its_own(device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    name = "fused_experts_lora_backward_over"
-    args = next(args for called, args in op_calls(device, dtype) if called == name)
-    rows = args[1].shape
-    for gate_up, message in (
-        (args[1][:1].expand(rows), "gate_up"),
-        (args[5].flatten()[: rows.numel()].view(rows), "gate_up"),  # of w13
-    ):
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            operator(name)(args[0], gate_up, *args[2:])

@@ -199,40 +199,6 @@ def test_quantized_weights(device, name):
 
 
 @EACH_DEVICE
-def test_no_tokens(device):
-    """The gradient of out.sum() is expanded: contiguous for torch, in any strides."""
-    arguments = Spec(tokens=0, bias=True, dtype=torch.bfloat16).build().to(device)
-    arguments = arguments.gemm_kwargs("w13")
-    x = arguments["x"].detach().requires_grad_()
-    bias = arguments["bias"].detach().requires_grad_()
-    moelora.fused_moe_lora_gemm(**arguments | {"x": x, "bias": bias}).sum().backward()
-    assert x.grad.shape == x.shape and not bias.grad.any()
-
-
-@EACH_DEVICE
-def test_rows_of_grad_out_in_any_strides(device):
-    """Which a call of the operator may pass, unlike autograd."""
-    arguments, grad_out = problem(device, top_k=2)
-    tokens, top_k, columns = grad_out.shape
-    spread = torch.full((tokens, top_k + 1, columns + 8), float("nan")).to(grad_out)
-    spread = spread[:, :top_k, :columns]
-    spread.copy_(grad_out)
-
-    def gradients(grad_out):
-        absent = grad_out.new_empty(0)
-        names = ("topk_weights", "topk_ids", "token_lora_mapping", *FACTORS)
-        given = [arguments[n] for n in names]
-        return torch.ops.moelora.fused_moe_lora_gemm_backward(
-            *(grad_out, arguments["x"], arguments["w"], *given),
-            *(arguments["lora_ranks"], arguments["lora_scalings"], absent, absent, absent),
-            *(True, 0, 15, False),
-        )
-
-    for got, want in zip(gradients(spread), gradients(grad_out), strict=True):
-        assert same_bits(got, want)
-
-
-@EACH_DEVICE
 def test_nothing_is_saved_but_arguments(device):
     """Nor those, where autograd records nothing."""
     for given, call in calls(device):

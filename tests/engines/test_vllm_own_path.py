@@ -1,0 +1,206 @@
+"""Layers of vLLM that moelora leaves to vLLM's own kernels, and what the log says of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import vllm_stand_in
+from cases import Spec
+from vllm_layer import Layer, load
+
+pytest_plugins = ["vllm_fixtures"]
+
+UNINTERLEAVE = "swigluoai_uninterleave"
+
+
+def own_path(layer, lines, reason, repeat=3):
+    """The layer runs vLLM's kernels, and the log says why, once."""
+    for _ in range(repeat):
+        y = layer.step()() if layer.lora is not None else layer()
+        assert (y == layer.vllm.OWN).all()
+    assert layer.vllm.own_calls == repeat
+    assert lines == [f"moelora: {reason}; vLLM's own path runs"]
+
+
+def quant_config(name, *args, **kwargs):
+    return getattr(load("vllm.model_executor.layers.fused_moe.config"), name)(*args, **kwargs)
+
+
+def test_a_quantized_base(served, lines):
+    quant = quant_config("fp8_w8a8_moe_quant_config", torch.ones(1), torch.ones(1))
+    layer = Layer(served, Spec(mix="absent").build(), quant=quant)
+    # vLLM quantizes the input on the way, with an operator that the CPU has not.
+    layer.kernel = vllm_stand_in.FusedMoEKernel(None, layer.experts)
+    own_path(layer, lines, "the base is quantized (torch.float8_e4m3fn)")
+
+
+def test_numbers_of_the_quantizations_config_go_first(served):
+    numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
+    others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
+    for spec in (Spec(limit=0.5), Spec(activation=UNINTERLEAVE, alpha=1.2, limit=0.5)):
+        quant = quant_config("biased_moe_quant_config", None, None, **numbers)
+        layer = Layer(served, spec.build(), quant=quant, **others)
+        layer.check(layer.step()())
+
+
+def test_swigluoai_with_the_numbers_of_silu(served):
+    """Alpha 1 and beta 0: another name for silu with a limit."""
+    layer = Layer(served, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
+    layer.activation = served.MoEActivation.SWIGLUOAI_UNINTERLEAVE
+    layer.check(layer.step()())
+
+
+NO_NUMBERS = {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "swiglu_beta": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        # A linear beta that is not positive is none, as vLLM's kernel has it.
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": 0.0}),
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": -1.0}),
+        # These take no numbers from configurations.
+        (Spec(activation="swigluoai", slices=1), NO_NUMBERS),
+        (Spec(activation="swiglustep", slices=1), NO_NUMBERS),
+    ],
+    ids=["no_linear_beta", "negative_linear_beta", "swigluoai", "swiglustep"],
+)
+def test_numbers_that_change_nothing(served, spec, config):
+    layer = Layer(served, spec.build(), **config)
+    layer.check(layer.step()())
+
+
+def activation(name):
+    def change(layer):
+        layer.activation = layer.vllm.MoEActivation[name]
+
+    return change
+
+
+def shard_adapters(layer):
+    layer.step()()
+    layer.experts._lora_context.fully_sharded = True
+    layer.experts.set_lora_context(layer.experts._lora_context)
+
+
+def offload(layer):
+    layer.p.w2._vllm_is_uva_offloaded = True
+
+
+def hook_rows(layer):
+    layer()
+    layer.experts.post_gemm2_hook = lambda rows, output: None
+
+
+def nothing(layer):
+    pass
+
+
+SILU, SITU, OAI = Spec(), Spec(activation="situ"), Spec(activation=UNINTERLEAVE)
+LIMIT_7 = {"swiglu_limit": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "change", "reason"),
+    [
+        (SILU, {"swiglu_limit": 0.0}, nothing, "the limit of silu is 0.0"),
+        (SITU, {"activation_situ_linear_beta": 25.0}, nothing, "situ has beta None"),
+        (SITU, {"activation_situ_beta": 0.0}, nothing, "situ has beta 0.0"),
+        (
+            OAI,
+            {**LIMIT_7, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
+            nothing,
+            "swigluoai_uninterleave has limit 7.0, alpha 1.702 and beta 0.5",
+        ),
+        (
+            OAI,
+            {"swiglu_alpha": 1.702},
+            nothing,
+            "swigluoai_uninterleave has limit None, alpha 1.702 and beta 1.0",
+        ),
+        (
+            OAI,
+            {**LIMIT_7, "swiglu_beta": None},
+            nothing,
+            "swigluoai_uninterleave has limit 7.0, alpha None and beta None",
+        ),
+        (
+            Spec(mix="many", slices=1),
+            {},
+            activation("GELU"),
+            "there is no activation 'gelu'",
+        ),
+        (
+            Spec(mix="many", activation="relu2", slices=1),
+            {},
+            activation("SILU_NO_MUL"),
+            "there is no activation 'silu_no_mul'",
+        ),
+        (SILU, {}, shard_adapters, "the adapters are fully sharded"),
+        (
+            Spec(activation="swigluoai", slices=2),
+            {},
+            nothing,
+            "gate and up have adapters of their own, while their weights are interleaved",
+        ),
+        (SILU, {}, offload, "the expert weights are in host memory"),
+        (Spec(mix="absent"), {}, hook_rows, "the rows before the weighted sum are wanted"),
+    ],
+)
+def test_what_is_not_there_runs_vllms_own_path(served, lines, spec, config, change, reason):
+    layer = Layer(served, spec.build(), **config)
+    change(layer)
+    own_path(layer, lines, reason)
+
+
+def test_fully_sharded_adapters(served, lines):
+    """They are not, in a layer that moelora runs."""
+    layer = Layer(served, Spec().build(), fully_sharded=True)
+    layer.check(layer.step()())
+    assert not layer.lora.fully_sharded
+    assert lines == [
+        "moelora: adapters of experts are not sharded over ranks: fully_sharded_loras is off"
+    ]
+    lines.clear()
+    other = Layer(served, Spec().build(), fully_sharded=True, swiglu_limit=0.0)
+    assert other.lora.fully_sharded
+    own_path(other, lines, "the limit of silu is 0.0")
+
+
+def test_data_parallel_ranks_have_slots_of_their_own(served, lines):
+    Layer(served, Spec().build())
+    assert not lines
+    for _ in range(2):
+        Layer(served, Spec().build(), dp_size=2)
+    (line,) = lines
+    assert "requests can get each other's, with moelora and without" in line
+
+
+def test_batch_invariance(vllm, lines):
+    """vLLM's switch is no reason to step aside."""
+    vllm.set("vllm.envs", "VLLM_BATCH_INVARIANT", True)
+    layer = Layer(vllm.register(), Spec().build())
+    assert layer.experts.reason_against(layer.activation) is None
+
+
+def test_what_the_operator_refuses(served, lines):
+    """Here a dtype; all that it has no kernel for, or that breaks its contract, is the same."""
+    p = Spec(mix="absent").build()
+    layer = Layer(served, p)
+    layer.p = replace(p, **{n: getattr(p, n).double() for n in ("hidden_states", "w13", "w2")})
+    for _ in range(2):
+        assert (layer() == served.OWN).all()
+    (line,) = lines
+    assert "hidden_states" in line and line.endswith("vLLM's own path runs")
+
+
+def test_other_classes_are_named(served, lines):
+    """Layers that vLLM gives to other kernels do not come here at all."""
+    layer = Layer(served, Spec(mix="absent").build())
+    assert lines == []
+    theirs = served.TritonExperts(layer.moe_config, layer.experts.quant_config)
+    for _ in range(2):
+        served.FusedMoEKernel(served.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
+    assert lines == [
+        "moelora: vLLM gives unquantized layers to TritonExperts; vLLM's own path runs"
+    ]
