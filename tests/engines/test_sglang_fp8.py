@@ -100,11 +100,6 @@ def test_other_fp8_layers_run_sglangs_own_path_and_keep_their_weights(
     assert fp8.w13_weight.dtype == fp8.w2_weight.dtype == torch.float8_e4m3fn
 
 
-def test_fp8_under_a_legacy_backend_runs_sglangs_own_path(sglang, warned, fp8):
-    sglang.layer(fp8, name="csgmv")
-    assert "and its backend is not triton_v2" in warned.text
-
-
 def test_sglangs_own_runner_is_made_with_the_layer(sglang, fp8):
     """A refusal may come while a graph is captured. Weights in tiles it cannot read."""
     p, made = Spec(scalings=False).build(), []

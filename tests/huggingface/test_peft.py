@@ -18,6 +18,7 @@ from hf_models import (
     mixtral,
     oracle,
     peft,
+    peft_of,
     save_adapter,
     tokens,
     transformers,
@@ -50,14 +51,6 @@ def save_adapters(model, folder, names="abc"):
     }
 
 
-def load(model, folders):
-    first, *others = folders
-    model = peft.PeftModel.from_pretrained(model, folders[first], adapter_name=first)
-    for name in others:
-        model.load_adapter(folders[name], adapter_name=name)
-    return model.eval()
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
 def test_mixed_batch(config, place, tmp_path):
@@ -66,7 +59,7 @@ def test_mixed_batch(config, place, tmp_path):
     folders = save_adapters(model, tmp_path)
     exact = copy.deepcopy(model).float()
     wanted, naive = (oracle(m, folders, ROWS, ids) for m in (exact, model))
-    model = load(model, folders)
+    model = peft_of(model, folders)
     pool = moelora_peft.attach(model)
     assert moelora_hf.pool(model) is pool
     assert pool.names() == ["a", "b", "c"]
@@ -142,7 +135,7 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
 
 
 def test_continuous_batching_takes_no_adapter_names(tmp_path):
-    model = load(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
+    model = peft_of(make_model(mixtral), save_adapters(make_model(mixtral), tmp_path, "a"))
     moelora_peft.attach(model)
     with pytest.raises(NotImplementedError, match="generate_batch with adapter_names: PEFT"):
         model.generate_batch(tokens(rows=1).tolist(), adapter_names=["a"])
@@ -173,7 +166,7 @@ def merged_states(model, ids):
 def test_merged_adapters(config, tmp_path):
     """What PEFT's model computes while adapters are merged, and after the last one is deleted."""
     model, ids = make_model(config), tokens(length=5)
-    alone = load(model, save_adapters(model, tmp_path, "ac"))
+    alone = peft_of(model, save_adapters(model, tmp_path, "ac"))
     attached = copy.deepcopy(alone)
     moelora_peft.attach(attached)
     for n, (got, wanted) in enumerate(
@@ -191,7 +184,7 @@ def test_unloaded_models(config, how, tmp_path):
     """They are models of transformers: nothing of PEFT or of a pool is left, and they train."""
     plain, ids = make_model(config), tokens()
     folders = save_adapters(plain, tmp_path, "ac")
-    alone = load(copy.deepcopy(plain), folders)
+    alone = peft_of(copy.deepcopy(plain), folders)
     attached = copy.deepcopy(alone)
     moelora_peft.attach(attached)
     attached(ids)
@@ -217,23 +210,6 @@ def test_unloaded_models(config, how, tmp_path):
         )
 
 
-def test_generate(tmp_path):
-    """PEFT repeats the names for beams."""
-    model = make_model(mixtral)
-    ids = tokens(length=4)
-    folders = save_adapters(model, tmp_path)
-    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
-    wanted = model.generate(ids, **options)
-    for name, folder in folders.items():
-        chosen = [i for i, row in enumerate(ROWS) if row == name]
-        wanted[chosen] = with_peft(model, folder).generate(input_ids=ids[chosen], **options)
-    model = load(model, folders)
-    moelora_peft.attach(model)
-    got = model.generate(input_ids=ids, adapter_names=NAMES, **options)
-    assert torch.equal(got, wanted)
-    assert len({tuple(row) for row in wanted.tolist()}) == len(ROWS)
-
-
 def test_adapters_that_come_later(tmp_path):
     """They are copied at first use, over the least recently used; some know nothing of experts."""
     model = make_model(mixtral)
@@ -241,7 +217,7 @@ def test_adapters_that_come_later(tmp_path):
     folders = save_adapters(model, tmp_path, OPTIONS)
     rows = ["a", "attention", None, "a", "attention"]
     wanted = {rows: oracle(model, folders, rows, ids) for rows in (tuple(rows), tuple(ROWS))}
-    model = load(model, {"a": folders["a"]})
+    model = peft_of(model, {"a": folders["a"]})
     pool = moelora_peft.attach(model, max_loras=2, max_rank=8)
     for name in ("b", "c", "attention"):
         model.load_adapter(folders[name], adapter_name=name)
@@ -269,7 +245,7 @@ def test_adapters_that_come_later(tmp_path):
 def test_copies_and_detached_models(tmp_path):
     model = make_model(mixtral)
     ids = tokens()
-    model = load(model, save_adapters(model, tmp_path))
+    model = peft_of(model, save_adapters(model, tmp_path))
     model.set_adapter("a")
     plain = model(ids).logits
     moelora_peft.attach(model)
@@ -292,7 +268,7 @@ def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
     model = make_model(mixtral)
     ids = tokens()
     folders = save_adapters(model, tmp_path)
-    attached = load(model, {"a": folders["a"]})
+    attached = peft_of(model, {"a": folders["a"]})
     moelora_peft.attach(attached)
     wanted = attached(ids).logits
     for call in (moelora_hf.unload_adapters, lambda m: moelora_hf.load_adapters(m, folders)):
@@ -311,8 +287,8 @@ def test_adapters_of_moelora_after_those_of_peft(unload, tmp_path):
     for served in (copy.deepcopy(base), base):
         if served is base:
             moelora_hf.unload_adapters(base)
-        expected = load(copy.deepcopy(after), {"c": folders["c"]})(ids).logits
-        served = load(served, {"c": folders["c"]})
+        expected = peft_of(copy.deepcopy(after), {"c": folders["c"]})(ids).logits
+        served = peft_of(served, {"c": folders["c"]})
         moelora_peft.attach(served)
         torch.testing.assert_close(served(ids).logits, expected, rtol=2e-4, atol=2e-4)
 
@@ -321,10 +297,10 @@ def test_misuse(tmp_path):
     model = make_model(mixtral)
     ids = tokens()
     folders = save_adapters(model, tmp_path, OPTIONS)
-    plain = load(copy.deepcopy(model), {"attention": folders["attention"]})
+    plain = peft_of(copy.deepcopy(model), {"attention": folders["attention"]})
     with pytest.raises(ValueError, match="no adapter of this model targets its experts"):
         moelora_peft.attach(plain)
-    model = load(model, {"a": folders["a"], "b": folders["b"]})
+    model = peft_of(model, {"a": folders["a"], "b": folders["b"]})
     for wrong, error, why in (
         ({"max_loras": 0}, ValueError, "max_loras is 0, wanted an integer >= 1"),
         ({"folders": "a"}, ValueError, "folders is a str, wanted a mapping"),
@@ -373,7 +349,7 @@ def test_misuse(tmp_path):
 @pytest.mark.parametrize("rows", [1, 2, 4, 10])
 def test_one_name_per_row(rows, tmp_path):
     model = make_model(mixtral)
-    model = load(model, {"c": save_adapters(model, tmp_path, "c")["c"]})
+    model = peft_of(model, {"c": save_adapters(model, tmp_path, "c")["c"]})
     moelora_peft.attach(model)
     with pytest.raises(ValueError, match=f"has {rows} names, the model was called with 5 rows"):
         model(tokens(), adapter_names=["c", "__base__"] * (rows // 2) or ["c"])

@@ -172,24 +172,6 @@ def test_an_adapter_trained_on_nf4_serves_on_other_copies_of_its_base(tmp_path):
         assert gap <= 2 * (other_base - base).abs().mean(), form
 
 
-def test_a_second_adapter_and_sampling(tmp_path):
-    make_folder(tmp_path, "mxfp4", 32)
-    made = tmp_path, {}, None
-    model, ids = adapted(load(made), init_lora_weights=False), tokens(2)
-    model.add_adapter("second", peft.LoraConfig(**LORA | {"r": 2}, init_lora_weights=False))
-    moelora_peft.attach(model.eval())
-    texts = []
-    for name in ("default", "second"):
-        model.set_adapter(name)
-        texts.append(model.generate(ids, max_new_tokens=4, do_sample=False))
-    mixed = model.generate(
-        ids, max_new_tokens=4, do_sample=False, adapter_names=["default", "second"]
-    )
-    assert torch.equal(mixed[0], texts[0][0]) and torch.equal(mixed[1], texts[1][1])
-    for module in model.modules():
-        assert not any(name.endswith("_proj") for name in module._parameters)
-
-
 def test_peft_by_itself(tmp_path):
     """Merges factors into parameters, which tiles are not: refused by what to call."""
     make_folder(tmp_path, "mxfp4", 32)

@@ -12,6 +12,7 @@ from hf_models import (
     mixtral,
     oracle,
     peft,
+    peft_of,
     save_adapter,
     tokens,
 )
@@ -28,14 +29,6 @@ pytestmark = [
 ]
 
 ROUTER = "mlp.gate.weight"
-
-
-def load(model, folders):
-    first, *others = folders
-    model = peft.PeftModel.from_pretrained(model, folders[first], adapter_name=first)
-    for name in others:
-        model.load_adapter(folders[name], adapter_name=name)
-    return model.eval()
 
 
 # ---- mixed batches ----
@@ -59,7 +52,7 @@ def test_shared_experts_and_routers(config, tmp_path):
     names = [row or "__base__" for row in rows]
     wanted = oracle(model, folders, rows, ids)
     base = copy.deepcopy(model)
-    model = load(model, folders)
+    model = peft_of(model, folders)
     moelora_peft.attach(model)
     got = model(ids, adapter_names=names).logits
     torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
@@ -89,7 +82,7 @@ def test_layers_that_a_later_adapter_brings(tmp_path):
     }
     rows = ["first", "second"]
     wanted = oracle(model, folders, rows, ids)
-    model = load(model, {"first": folders["first"]})
+    model = peft_of(model, {"first": folders["first"]})
     moelora_peft.attach(model, max_loras=2)
     model.load_adapter(folders["second"], adapter_name="second")
     got = model(ids, adapter_names=rows).logits
@@ -115,7 +108,7 @@ def test_dropped_factors(tmp_path):
         lora_dropout=0.0,
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
-    model = load(model, {"a": folder})
+    model = peft_of(model, {"a": folder})
     with pytest.raises(ValueError) as refused:
         moelora_peft.attach(model)
     assert "PEFT has dropped the factors of model.layers.0.mlp.down_proj" in str(refused.value)
@@ -141,7 +134,7 @@ def test_factors_that_peft_does_not_find(how, tmp_path):
         plain, tmp_path / "compiled", lambda key: key.replace("self_attn", "self_attn._orig_mod")
     )
     if how == "PeftModel":
-        model = load(model, {"a": compiled})
+        model = peft_of(model, {"a": compiled})
     else:
         model.load_adapter(str(compiled), adapter_name="a")
     message = "PEFT has (dropped|left) the factors of model.layers.0.self_attn.o_proj"
@@ -153,7 +146,7 @@ def test_another_order_of_columns(tmp_path):
     model = make_model(mixtral)
     plain = save_adapter(model, tmp_path / "plain", 1)
     marked = changed(plain, tmp_path / "marked", lora_B_layout="grouped_by_expert")
-    model = load(model, {"plain": plain})
+    model = peft_of(model, {"plain": plain})
     moelora_peft.attach(model, max_loras=2)
     model.load_adapter(marked, adapter_name="marked")  # is looked at when it is used
     with pytest.raises(ValueError, match="'marked': columns of lora_B are grouped by expert"):
@@ -164,7 +157,7 @@ def test_folders_that_are_not_known(tmp_path, monkeypatch):
     """Of adapters that were loaded before, or in some other way."""
     model = make_model(mixtral)
     folder = save_adapter(model, tmp_path / "a", 1, target_modules=["o_proj"])
-    model = load(model, {"a": folder})
+    model = peft_of(model, {"a": folder})
     del model.__dict__["_moelora_loads"]
     moelora_peft.attach(model)
     moelora_peft.detach(model)

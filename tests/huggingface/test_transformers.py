@@ -44,25 +44,6 @@ def model(request, place):
 # ---- the base model ----
 
 
-def test_base_model(model):
-    ids = tokens(device=model.device)
-    wanted = copy.deepcopy(model).float()(ids).logits
-    naive = model(ids).logits
-    model.set_experts_implementation("moelora")
-    assert_logits(model(ids).logits, wanted, naive)
-    assert wanted.abs().mean() > 0.1
-
-
-@torch.enable_grad()
-def test_gradients_of_weights_are_refused(model):
-    model.set_experts_implementation("moelora")
-    ids = tokens(device=model.device)
-    with pytest.raises(RuntimeError, match="gate_up_proj requires a gradient, which"):
-        model(ids)
-    model.requires_grad_(False)
-    model(ids)
-
-
 # ---- adapters ----
 
 

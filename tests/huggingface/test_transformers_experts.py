@@ -70,14 +70,23 @@ def test_other_activations_are_refused(act, has_gate):
         call(experts, "moelora")
 
 
-@pytest.mark.parametrize("limit", [0.5, 10.0, 60.0, 1e7])
-def test_other_gates_are_refused(limit):
-    """Same activation function, but gate and up are clamped by a number that nobody names."""
+def clamped_at(limit):
+    return lambda g, u: torch.nn.functional.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+
+
+def situ(g, u):
+    return 3 * torch.tanh(g / 3) * torch.sigmoid(g) * u
+
+
+@pytest.mark.parametrize("gate", [*map(clamped_at, (0.5, 10.0, 60.0, 1e7)), situ])
+def test_gates_with_numbers_of_their_own_are_refused(gate):
+    """Same activation function, but with a limit or a soft cap that no configuration names."""
     experts = experts_class()(transformers.MixtralConfig())
-    gate = type(experts)._apply_gate
-    type(experts)._apply_gate = lambda self, x: gate(self, x.clamp(max=limit))
+    type(experts)._apply_gate = lambda self, x: gate(*x.chunk(2, dim=-1))
     with pytest.raises(NotImplementedError, match="the activation of its gate of Experts"):
         call(experts, "moelora")
+    with pytest.raises(NotImplementedError, match="is none of moelora's: silu, .*, situ"):
+        activation_of(experts)
 
 
 SMALL = {"hidden_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -192,19 +201,6 @@ def test_the_betas_of_kimi_k3_are_read(up_cap):
 
     type(experts)._apply_gate = situ
     assert activation_of(experts) == ("situ", 4.0, up_cap)
-
-
-def test_other_soft_caps_are_refused():
-    """By numbers that nobody names."""
-    experts = experts_class()(transformers.MixtralConfig())
-
-    def situ(self, x):
-        g, u = x.chunk(2, dim=-1)
-        return 3 * torch.tanh(g / 3) * torch.sigmoid(g) * u
-
-    type(experts)._apply_gate = situ
-    with pytest.raises(NotImplementedError, match="is none of moelora's: silu, .*, situ"):
-        activation_of(experts)
 
 
 def test_a_clamped_model_is_compiled():

@@ -26,7 +26,6 @@ from folder_cases import (
 from hf_models import assert_logits, transformers
 from safetensors.torch import load_file, save_file
 
-import moelora
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import folder as folder_module
 from moelora.integrations.transformers import scheme
@@ -240,9 +239,9 @@ def test_rows_of_gate_and_up_in_halves_are_refused(tmp_path):
     refused(tmp_path, "in turns, which GPTQModel cuts in halves", NotImplementedError)
 
 
-def spoilt(state, byte):
-    """Scales of attention, the last of which is another e4m3."""
-    bits = state[f"{ATTENTION}.weight_scale"].view(torch.uint8).clone()
+def spoilt(scales, byte):
+    """The last of which is another e4m3."""
+    bits = scales.view(torch.uint8).clone()
     bits[-1, -1] = byte
     return bits.view(torch.float8_e4m3fn)
 
@@ -251,81 +250,77 @@ EXPERTS = "model.layers.0.mlp.experts"
 ATTENTION = "model.layers.0.self_attn.q_proj"
 
 
+def put(name, value):
+    """Another tensor of this name: a number, or what becomes of the old one."""
+    return lambda t: t | {name: value(t[name]) if callable(value) else torch.as_tensor(value)}
+
+
+def drop(part):
+    return lambda t: {name: tensor for name, tensor in t.items() if part not in name}
+
+
+G_IDX = f"{EXPERTS}.1.down_proj.g_idx"
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+
+
 @pytest.mark.parametrize(
-    ("case", "kind", "tensors", "message"),
+    ("case", "tensors", "message"),
     [
         (
             "gptq",
-            "qwen3_moe",
-            lambda t: (
-                t | {f"{EXPERTS}.1.down_proj.g_idx": t[f"{EXPERTS}.1.down_proj.g_idx"].flip(0)}
-            ),
+            put(G_IDX, lambda order: order.flip(0)),
             r"experts.\*.down_proj: g_idx\[1\] is of weights in the order of their activations",
         ),
         (
             "ct_w4a16",
-            "qwen3_moe",
-            lambda t: {n: v for n, v in t.items() if f"{EXPERTS}.2.up_proj" not in n},
+            drop(f"{EXPERTS}.2.up_proj"),
             f"no quantized linear layer is gate_up_proj of expert 2 of {EXPERTS}; experts are call",
         ),
         (
             "modelopt_fp8",
-            "qwen3_moe",
-            lambda t: {n: v for n, v in t.items() if n != f"{EXPERTS}.0.gate_proj.input_scale"},
+            drop(f"{EXPERTS}.0.gate_proj.input_scale"),
             "1 of 8 linear layers have no input_scale, wanted all or none: .*experts.0.gate_proj$",
         ),
         (
             "modelopt_nvfp4",
-            "qwen3_moe",
-            lambda t: t | {f"{ATTENTION}.weight_scale_2": torch.tensor(0.0)},
+            put(f"{ATTENTION}.weight_scale_2", 0.0),
             f"{ATTENTION}.weight_scale_2 is 0, wanted a finite number above 0$",
         ),
         (
             "ct_nvfp4",
-            "qwen3_moe",
-            lambda t: t | {f"{ATTENTION}.weight_global_scale": torch.tensor([1e-39])},
+            put(f"{ATTENTION}.weight_global_scale", [1e-39]),
             f"{ATTENTION}.weight_global_scale is 1e-39, wanted .* with a finite reciprocal",
         ),
         (
             "modelopt_nvfp4",
-            "qwen3_moe",
-            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x7F)},
+            put(f"{ATTENTION}.weight_scale", lambda scale: spoilt(scale, 0x7F)),
             f"{ATTENTION}.weight_scale has the e4m3 byte 127, NaN, wanted 0 to 448",
         ),
         (
             "ct_nvfp4",
-            "qwen3_moe",
-            lambda t: t | {f"{ATTENTION}.weight_scale": spoilt(t, 0x90)},
+            put(f"{ATTENTION}.weight_scale", lambda scale: spoilt(scale, 0x90)),
             f"{ATTENTION}.weight_scale has the e4m3 byte 144, negative, wanted 0 to 448",
         ),
         (
             "modelopt_nvfp4",
-            "qwen3_moe",
-            lambda t: t | {f"{ATTENTION}.weight": t[f"{ATTENTION}.weight"].view(torch.int8)},
+            put(f"{ATTENTION}.weight", lambda weight: weight.view(torch.int8)),
             f"{ATTENTION}.weight has dtype torch.int8, wanted torch.uint8",
         ),
         (
-            "ct_w4a16",
-            "gpt_oss",
-            lambda t: {n: v for n, v in t.items() if n != f"{EXPERTS}.2.up_proj.bias"},
+            "ct_w4a16 of gpt_oss",
+            drop(f"{EXPERTS}.2.up_proj.bias"),
             f"the biases of expert 2 of {EXPERTS}.gate_up_proj are missing or of another shape",
         ),
-        (
-            "ct_w4a16",
-            "qwen3_moe",
-            lambda t: t | {"model.layers.1.self_attn.q_proj.bias": torch.ones(128)},
-            "self_attn.q_proj.bias is a bias that the model does not have",
-        ),
+        ("ct_w4a16", put(BIAS, [1.0] * 128), f"{BIAS} is a bias that the model does not have"),
         (
             "gptq_attention_of_8_bits_in_order",
-            "qwen3_moe",
-            lambda t: {n: v + 9 if n.endswith("q_proj.g_idx") else v for n, v in t.items()},
+            put(f"{ATTENTION}.g_idx", lambda order: order + 9),
             r"q_proj.g_idx has groups 9 to 10, wanted some of 2",
         ),
     ],
 )
-def test_damaged_folders(tmp_path, case, kind, tensors, message):
-    make(tmp_path, case, kind)
+def test_damaged_folders(tmp_path, case, tensors, message):
+    make(tmp_path, *case.split(" of "))
     change_tensors(tmp_path, tensors)
     refused(tmp_path, message)
 
@@ -447,123 +442,3 @@ def test_adapters_on_a_gpu(tmp_path, case):
     naive, _ = quantized.with_peft(quantized.in_bfloat16(exact), adapters, IDS, calls)
     assert_logits(there.cpu(), wanted, naive)
     assert_logits(logits, wanted, naive)
-
-
-# ---- 16-bit folders, rounded while they are loaded ----
-
-
-def plain(folder, kind):
-    """Writes a folder of bfloat16, as `save_pretrained` does; returns its model."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(folder_cases.CONFIGS[kind]())
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.bfloat16().save_pretrained(folder, max_shard_size="200KB")
-    return model
-
-
-@pytest.mark.parametrize("rounding", ["nf4", "fp8"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_are_rounded_while_they_are_loaded(tmp_path, monkeypatch, kind, rounding):
-    """One by one, as checkpoints have them, or from stacks, which gpt-oss has as (K, N)."""
-    model = plain(tmp_path, kind)
-    most = max(p.numel() for n, p in model.named_parameters() if "experts" not in n or "bias" in n)
-    original = folder_module.Folder.__getitem__
-
-    def read(self, name):
-        tensor = original(self, name)
-        assert tensor.numel() <= max(most, 192 * 128), "more than an expert"
-        return tensor
-
-    monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
-    loaded = moelora_hf.load_quantized(tmp_path, experts=rounding)
-    layers = moelora_hf.moe_layers(model)
-    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
-        for own in ("gate_up_proj", "down_proj"):
-            dense = getattr(layers[name][0], own)
-            dense = dense.transpose(1, 2) if module.is_transposed else dense
-            expected = moelora.QuantizedWeights.from_dense(dense, rounding).unpack()
-            assert torch.equal(getattr(module, own).weights.unpack(), expected)
-    assert loaded(IDS).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("case", "experts", "message"),
-    [
-        (
-            "gptq",
-            "nf4",
-            "experts is 'nf4', and .*experts.0.down_proj is quantized, wanted None, or a",
-        ),
-        ("bnb_nf4_of_attention", "nf8", "experts is 'nf8', wanted None, or one of 'nf4', 'fp4', "),
-    ],
-)
-def test_what_cannot_be_rounded(tmp_path, case, experts, message):
-    make(tmp_path, case)
-    refused(tmp_path, message, experts=experts)
-
-
-def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
-    exact = make(tmp_path, "bnb_nf4_of_attention")
-    loaded = moelora_hf.load_quantized(tmp_path, experts="nf4").state_dict()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(loaded[name], exact.state_dict()[name].bfloat16())
-
-
-def test_what_bitsandbytes_itself_has_saved(tmp_path):
-    """Attention in nested NF4 but for a module that it skips, experts in 16 bits."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    plain(tmp_path / "plain", "qwen3_moe")
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=["lm_head", "o_proj"],
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
-    )
-    model.save_pretrained(tmp_path / "nf4")
-    loaded = moelora_hf.load_quantized(tmp_path / "nf4", experts="nf4")
-    kinds = set()
-    for name, parameter in loaded.named_parameters():
-        wanted = model.get_parameter(name)
-        kinds.add(type(wanted).__name__)
-        if hasattr(wanted, "quant_state"):
-            wanted = functional.dequantize_4bit(wanted.data, wanted.quant_state)
-        assert torch.equal(parameter, wanted), name
-    assert kinds == {"Parameter", "Params4bit"}
-    assert loaded(IDS).logits.isfinite().all()
-
-
-def stacked(folder, kind, **options):
-    """A folder of bfloat16 whose experts' parameters bitsandbytes has replaced; its model."""
-    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    model = plain(folder, kind)
-    for module, _ in moelora_hf.moe_layers(model).values():
-        for own in ("gate_up_proj", "down_proj"):
-            parametrize.replace_parameter_4bit(module, own, quant_type="nf4", **options)
-    settings = {"quantization_config": folder_cases.BNB}
-    change_json(folder / "config.json", lambda config: config | settings)
-    for file in folder.glob("model*"):
-        file.unlink()
-    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / TENSORS)
-    return model
-
-
-@pytest.mark.parametrize("compress_statistics", [False, True])
-def test_stacks_that_bitsandbytes_has_replaced(tmp_path, compress_statistics):
-    model = stacked(tmp_path, "qwen3_moe", compress_statistics=compress_statistics)
-    loaded = moelora_hf.load_quantized(tmp_path)
-    layers = moelora_hf.moe_layers(model)
-    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
-        for own in ("gate_up_proj", "down_proj"):
-            assert torch.equal(getattr(module, own).weights.unpack(), getattr(layers[name][0], own))
-    assert loaded(IDS).logits.isfinite().all()
-
-
-def test_stacks_whose_blocks_run_along_rows_are_refused(tmp_path):
-    stacked(tmp_path, "gpt_oss")
-    refused(tmp_path, r"stored \(E, K, N\).* with experts='nf4'", NotImplementedError)

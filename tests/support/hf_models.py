@@ -114,6 +114,15 @@ def with_peft(model, folder):
     return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
 
 
+def peft_of(model, folders):
+    """PEFT's model with all of these adapters."""
+    first, *others = folders
+    model = peft.PeftModel.from_pretrained(model, folders[first], adapter_name=first)
+    for name in others:
+        model.load_adapter(folders[name], adapter_name=name)
+    return model.eval()
+
+
 @torch.no_grad()
 def oracle(model, folders, rows, ids):
     """Logits of a mixed batch, one adapter at a time, through transformers' own experts."""

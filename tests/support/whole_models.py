@@ -154,3 +154,7 @@ def wanted_logits(model, folders, rows, ids):
         if chosen:
             logits[chosen] = merged(model, folder)(ids).logits[chosen]
     return logits
+
+
+def relative(got, wanted):
+    return float((got.float() - wanted).norm() / wanted.norm())

@@ -1,8 +1,6 @@
 """What autograd does with the operators: it records a layer, and refuses all else by name."""
 
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -329,24 +327,6 @@ def test_offloaded_activations():
         found = by_autograd(given, GRAD_OUT, TRAINED)
     want = by_autograd(given, GRAD_OUT, TRAINED)
     assert all(same_bits(found[name], want[name]) for name in want)
-
-
-def test_threads():
-    """Steps of many threads on one layer, and one graph whose backward runs in another thread."""
-    want = by_autograd(inputs(), GRAD_OUT, TRAINED)
-
-    def step(_):
-        found = by_autograd(inputs(), GRAD_OUT, TRAINED)
-        return all(same_bits(found[name], want[name]) for name in want)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(step, range(64)))
-    given = leaves(inputs(), TRAINED)
-    out = moelora.fused_experts_lora(**given)
-    thread = threading.Thread(target=out.backward, args=(GRAD_OUT,))
-    thread.start()
-    thread.join()
-    assert same_bits(given["hidden_states"].grad, want["hidden_states"])
 
 
 # ---- in-place operators ----

@@ -14,6 +14,7 @@ from gradient_cases import (
     assert_accurate_on_average,
     assert_samples,
     grad_like,
+    leaves,
     no_waits,
     saved_bytes,
 )
@@ -225,6 +226,15 @@ def calls(device):
         yield given, lambda given=given, delta=DELTAS[projection]: delta(**given)
 
 
+def calls_and_a_layer(device):
+    """(the leaf whose gradient is asked for, the call) of these, and of a whole layer."""
+    for given, call in calls(device):
+        yield given["x"], call
+    spec = Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16)
+    given = leaves(spec.build().to(device).kwargs())
+    yield given["hidden_states"], lambda: moelora.fused_experts_lora(**given)
+
+
 @EACH_DEVICE
 def test_a_delta_that_is_written_to(device):
     """The result is not an operand of the backward: it may change."""
@@ -263,26 +273,29 @@ def test_freed_storage(device):
 
 @EACH_DEVICE
 def test_threads(device):
-    """Every one with a graph of its own, at the same time."""
-    problems = list(calls(device)) * 2
-    want = [torch.autograd.grad(call().sum(), given["x"])[0] for given, call in problems]
+    """Every one with a graph of its own, at the same time, and one that another thread finishes."""
+    problems = list(calls_and_a_layer(device)) * 2
+    want = [torch.autograd.grad(call().sum(), x)[0] for x, call in problems]
 
     def work(number):
-        given, call = problems[number]
+        x, call = problems[number]
         for _ in range(4):
-            grad = torch.autograd.grad(call().sum(), given["x"])[0]
-            assert same_bits(grad, want[number])
+            assert same_bits(torch.autograd.grad(call().sum(), x)[0], want[number])
 
     with ThreadPoolExecutor(len(problems)) as pool:
         list(pool.map(work, range(len(problems))))
+        sums = [call().sum() for _, call in problems]
+        grads = pool.map(
+            lambda n: torch.autograd.grad(sums[n], problems[n][0])[0], range(len(sums))
+        )
+        assert all(map(same_bits, grads, want))
 
 
 @pytest.mark.parametrize("place", [on_gpu("cuda")])
 def test_streams(place):
     """A backward runs on the stream of its forward, and work that waits for it sees its results."""
-    for number in range(4):
-        given, call = list(calls(place))[number]
-        want = torch.autograd.grad(call().sum(), given["x"])[0]
+    for x, call in calls_and_a_layer(place):
+        want = torch.autograd.grad(call().sum(), x)[0]
         torch.cuda.synchronize()
         stream, other = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -290,8 +303,7 @@ def test_streams(place):
             out = call()
         with torch.cuda.stream(other):
             other.wait_stream(stream)
-            grad = torch.autograd.grad(out.sum(), given["x"])[0]
-            found = grad.clone()
+            found = torch.autograd.grad(out.sum(), x)[0].clone()
         torch.cuda.synchronize()
         assert same_bits(found, want)
 

@@ -212,26 +212,3 @@ def test_the_peak_of_a_step():
         quantized = rows * (hidden + inter) if name == "fp8_block_w8a8" else 0
         smallest_stack = 2 * experts * hidden * inter
         assert took <= native + quantized + smallest_stack / 2, (name, took, native)
-
-
-def test_a_backward_on_the_stream_of_its_forward():
-    """And work that waits for it sees its results."""
-    p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
-    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
-    leaves = by_name(arguments)
-    x = leaves["hidden_states"]
-
-    def run():
-        return moelora.fused_experts_lora(**arguments | leaves)
-
-    want = torch.autograd.grad(run(), x, grad_out)[0]
-    torch.cuda.synchronize()
-    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        out = run()
-    with torch.cuda.stream(other):
-        other.wait_stream(stream)
-        found = torch.autograd.grad(out, x, grad_out)[0].clone()
-    torch.cuda.synchronize()
-    assert same_bits(found, want)

@@ -1,0 +1,132 @@
+"""16-bit folders whose experts are rounded while they are loaded, and what bitsandbytes saves."""
+
+import folder_cases
+import pytest
+import torch
+from folder_cases import TENSORS, change_json, make, refused
+from hf_models import transformers
+from safetensors.torch import save_file
+from test_transformers_schemes import IDS
+
+import moelora
+import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.transformers import folder as folder_module
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def plain(folder, kind):
+    """Writes a folder of bfloat16, as `save_pretrained` does; returns its model."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(folder_cases.CONFIGS[kind]())
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.bfloat16().save_pretrained(folder, max_shard_size="200KB")
+    return model
+
+
+@pytest.mark.parametrize("rounding", ["nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_are_rounded_while_they_are_loaded(tmp_path, monkeypatch, kind, rounding):
+    """One by one, as checkpoints have them, or from stacks, which gpt-oss has as (K, N)."""
+    model = plain(tmp_path, kind)
+    most = max(p.numel() for n, p in model.named_parameters() if "experts" not in n or "bias" in n)
+    original = folder_module.Folder.__getitem__
+
+    def read(self, name):
+        tensor = original(self, name)
+        assert tensor.numel() <= max(most, 192 * 128), "more than an expert"
+        return tensor
+
+    monkeypatch.setattr(folder_module.Folder, "__getitem__", read)
+    loaded = moelora_hf.load_quantized(tmp_path, experts=rounding)
+    layers = moelora_hf.moe_layers(model)
+    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
+        for own in ("gate_up_proj", "down_proj"):
+            dense = getattr(layers[name][0], own)
+            dense = dense.transpose(1, 2) if module.is_transposed else dense
+            expected = moelora.QuantizedWeights.from_dense(dense, rounding).unpack()
+            assert torch.equal(getattr(module, own).weights.unpack(), expected)
+    assert loaded(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("case", "experts", "message"),
+    [
+        (
+            "gptq",
+            "nf4",
+            "experts is 'nf4', and .*experts.0.down_proj is quantized, wanted None, or a",
+        ),
+        ("bnb_nf4_of_attention", "nf8", "experts is 'nf8', wanted None, or one of 'nf4', 'fp4', "),
+    ],
+)
+def test_what_cannot_be_rounded(tmp_path, case, experts, message):
+    make(tmp_path, case)
+    refused(tmp_path, message, experts=experts)
+
+
+def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
+    exact = make(tmp_path, "bnb_nf4_of_attention")
+    loaded = moelora_hf.load_quantized(tmp_path, experts="nf4").state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(loaded[name], exact.state_dict()[name].bfloat16())
+
+
+def test_what_bitsandbytes_itself_has_saved(tmp_path):
+    """Attention in nested NF4 but for a module that it skips, experts in 16 bits."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    plain(tmp_path / "plain", "qwen3_moe")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head", "o_proj"],
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "nf4")
+    loaded = moelora_hf.load_quantized(tmp_path / "nf4", experts="nf4")
+    kinds = set()
+    for name, parameter in loaded.named_parameters():
+        wanted = model.get_parameter(name)
+        kinds.add(type(wanted).__name__)
+        if hasattr(wanted, "quant_state"):
+            wanted = functional.dequantize_4bit(wanted.data, wanted.quant_state)
+        assert torch.equal(parameter, wanted), name
+    assert kinds == {"Parameter", "Params4bit"}
+    assert loaded(IDS).logits.isfinite().all()
+
+
+def stacked(folder, kind, **options):
+    """A folder of bfloat16 whose experts' parameters bitsandbytes has replaced; its model."""
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    model = plain(folder, kind)
+    for module, _ in moelora_hf.moe_layers(model).values():
+        for own in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(module, own, quant_type="nf4", **options)
+    settings = {"quantization_config": folder_cases.BNB}
+    change_json(folder / "config.json", lambda config: config | settings)
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, folder / TENSORS)
+    return model
+
+
+@pytest.mark.parametrize("compress_statistics", [False, True])
+def test_stacks_that_bitsandbytes_has_replaced(tmp_path, compress_statistics):
+    model = stacked(tmp_path, "qwen3_moe", compress_statistics=compress_statistics)
+    loaded = moelora_hf.load_quantized(tmp_path)
+    layers = moelora_hf.moe_layers(model)
+    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
+        for own in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(module, own).weights.unpack(), getattr(layers[name][0], own))
+    assert loaded(IDS).logits.isfinite().all()
+
+
+def test_stacks_whose_blocks_run_along_rows_are_refused(tmp_path):
+    stacked(tmp_path, "gpt_oss")
+    refused(tmp_path, r"stored \(E, K, N\).* with experts='nf4'", NotImplementedError)
