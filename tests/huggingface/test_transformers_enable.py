@@ -57,6 +57,8 @@ def test_a_model_without_experts():
     model = transformers.LlamaForCausalLM(config)
     with pytest.raises(NotImplementedError, match="LlamaForCausalLM has no experts behind"):
         moelora_hf.enable(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+        moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)
 
 
 def test_a_model_of_which_some_experts_are_not_reached():

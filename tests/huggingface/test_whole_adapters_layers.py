@@ -117,24 +117,6 @@ def test_pools_without_adapters_fit_training():
     Tenants(moelora_hf.load_adapters(model, {}, max_loras=2, max_rank=4)).close()
 
 
-def test_a_slot_keeps_nothing_of_its_last_adapter(tmp_path):
-    """Also in layers that the next one leaves alone, and while a captured graph reads it."""
-    model, ids, folders = served(tmp_path, rows=1)
-    pool = moelora_hf.load_adapters(
-        model, {"all": folders["all"]}, max_loras=1, max_linear_rank=6, targets="all"
-    )
-    with moelora_hf.use_adapters(model, ["all"]):
-        before = model(ids).logits
-    pool.add("mlp", folders["mlp"])
-    assert pool.names() == ["mlp"]
-    got = model(ids, adapter_names=["mlp"]).logits
-    assert relative(got, merged(model, folders["mlp"])(ids).logits) < 1e-4
-    pool.disable("mlp")
-    assert torch.equal(model(ids, adapter_names=["mlp"]).logits, model(ids).logits)
-    pool.add("all", folders["all"])
-    assert torch.equal(model(ids, adapter_names=["all"]).logits, before)
-
-
 def test_ranks_and_numbers_that_do_not_fit(tmp_path):
     model, _, folders = served(tmp_path)
     with pytest.raises(ValueError, match="rank 6.* max_linear_rank"):
