@@ -40,12 +40,6 @@ def model(request, place):
     return make_model(request.param, dtype, device)
 
 
-# ---- the base model ----
-
-
-# ---- adapters ----
-
-
 def test_mixed_batch_is_what_peft_computes(model, tmp_path):
     ids = tokens(length=16, device=model.device)
     folders = save_adapters(model, tmp_path)

@@ -180,9 +180,6 @@ def test_packed_weights(place):
         assert same_bits(grad, want[name]), name
 
 
-# ---- dtypes of factors and of gradients ----
-
-
 # ---- into given memory, and some alone ----
 
 

@@ -17,7 +17,7 @@ from moelora.training.tenants import files as tenant_files
 from moelora.training.tenants import tenants as module
 from moelora.training.tenants.files import STATE_FILES, read_state, write_state
 
-EVERY = extent(nightly=5, ci=97)
+EVERY = extent(nightly=5, ci=97)  # instructions of a save between two interrupts
 
 
 @pytest.mark.parametrize("place", PLACES)
