@@ -1,51 +1,52 @@
-"""Thousands of random problems on the GPU, larger and odder than those that the CPU tests afford.
+"""Thousands of random problems on the GPU, larger and odder than those that the CPU tests afford; a few
+of them on the CPU.
 
-Alignments are compared with the CPU's, id by id. Layers and projections are compared with the
-float64 reference, run between guard bands, with a random kernel variant, plain or packed weights,
-on a random stream, and twice: the bits must repeat. MOELORA_FUZZ multiplies the number of problems,
-MOELORA_FUZZ_SEED starts elsewhere; a failure prints the seed that repeats it.
+Alignments are compared with the CPU's, id by id. Layers, projections and deltas are held as in the
+other tests, with a random kernel variant, plain or packed weights, on a random stream, and twice:
+the bits must repeat. MOELORA_FUZZ multiplies the number of problems, MOELORA_FUZZ_SEED starts
+elsewhere; a failure prints the seed that repeats it.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, ALPHAS, LIMITS, MIXES, POISON, Problem, Spec, same_bits
-from checks import assert_close_to_ref, assert_unchanged, guarded_empty, naming
-from conftest import CUDA_DTYPES, needs_gpu
-from delta_cases import Lists, delta_kwargs, delta_operator
+from cases import ACTIVATIONS, ALPHAS, LIMITS, MIXES, Spec, same_bits
+from checks import naming
+from conftest import CUDA_DTYPES, on_gpu
+from holding import hold_base_rows, hold_gemm, hold_layer
+from test_delta import check_delta
+from test_fused_moe_lora import check_fused
+from test_sglang_ops import RUN
+from test_sglang_ops import check as check_mlp
 
 import moelora
 from moelora import _C
-from moelora.integrations.sglang import ops as sglang_ops
-from moelora.reference import (
-    fused_experts_lora_ref,
-    fused_moe_lora_gemm_ref,
-    naive_fused_experts_lora,
-    naive_fused_moe_lora_gemm,
-)
-from moelora.reference.delta import moe_lora_delta_ref, run_moe_lora_ref
-
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_gpu]
 
 SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
 FIRST = int(os.environ.get("MOELORA_FUZZ_SEED", "40000"))
 BATCH = 125
 VARIANTS = {
-    torch.bfloat16: [
-        name for name in _C.usable() if name.startswith("gemm_bf16") and "_sm" in name
-    ],
-    torch.float16: [name for name in _C.usable() if name.startswith("gemm_f16") and "_sm" in name],
+    (device, dtype): [
+        name
+        for name in _C.usable()
+        if name.startswith(f"gemm_{word}") and ("_sm" in name) == (device == "cuda")
+    ]
+    for device in ("cpu", "cuda")
+    for word, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16))
 }
 
 
 def seeds(count: int, first: int):
-    """One test id per BATCH seeds."""
-    return [range(s, s + BATCH) for s in range(first, first + count * SCALE, BATCH)]
+    """(device, seeds): BATCH of them for a test id on a GPU, four on the CPU."""
+    cases = [pytest.param("cpu", range(first, first + 4), id="cpu")]
+    for s in range(first, first + count * SCALE, BATCH):
+        case = on_gpu("cuda", range(s, s + BATCH), id=f"from_{s}")
+        cases.append(case._replace(marks=[*case.marks, pytest.mark.slow]))
+    return cases
 
 
 # ---- alignment ----
@@ -55,7 +56,7 @@ def log_uniform(rng: random.Random, low: int, high: int) -> int:
     return round(low * (high / low) ** rng.random())
 
 
-def check_alignment(seed: int) -> None:
+def check_alignment(seed: int, there_is: str) -> None:
     rng, make = random.Random(seed), torch.Generator().manual_seed(seed)
     top_k = rng.choice((1, 2, 4, 6, 8, 9))
     tokens = log_uniform(rng, 1, 60_000 // top_k) if rng.random() < 0.97 else 0
@@ -93,7 +94,7 @@ def check_alignment(seed: int) -> None:
     out = torch.ones(rng.randrange(1, 200_000), dtype=torch.bfloat16)
 
     results = []
-    for device in ("cuda", "cpu"):
+    for device in (there_is, "cpu"):
         there = {
             name: None if t is None else t.to(device)
             for name, t in (
@@ -129,11 +130,11 @@ def check_alignment(seed: int) -> None:
         )
 
 
-@pytest.mark.parametrize("batch", seeds(2000, FIRST), ids=lambda r: f"from_{r.start}")
-def test_alignment(batch):
+@pytest.mark.parametrize("device, batch", seeds(2000, FIRST))
+def test_alignment(device, batch):
     for seed in batch:
         with naming(f"seed {seed}"):
-            check_alignment(seed)
+            check_alignment(seed, device)
 
 
 # ---- layers and projections ----
@@ -183,156 +184,72 @@ def draw(seed: int) -> tuple[Spec, random.Random]:
     return spec, rng
 
 
-def some_weights(arguments: dict, names: tuple[str, ...], rng: random.Random) -> dict:
-    """The same arguments, some of the weights packed where that is possible."""
-    chosen = {}
-    for name in names:
-        w = arguments[name]
-        if w.size(1) % 64 == 0 and w.size(2) % 64 == 0 and rng.random() < 0.5:
-            chosen[name] = moelora.prepack_weights(w)
-    return {**arguments, **chosen}
+def twice(operator, names: tuple[str, ...], rng: random.Random):
+    """The operator on a side stream, some of the weights packed where that is possible; again, it
+    gives the same bits."""
+
+    def run(out, **arguments):
+        for name in names:
+            w = arguments[name]
+            if w.size(1) % 64 == 0 and w.size(2) % 64 == 0 and rng.random() < 0.5:
+                arguments[name] = moelora.prepack_weights(w)
+        stream = torch.cuda.Stream() if out.is_cuda else None
+        if stream:
+            torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            again = operator(**arguments)
+            operator(**arguments, out=out)
+        if stream:
+            torch.cuda.synchronize()
+        assert same_bits(out, again), "two runs differ"
+        return out
+
+    return run
 
 
-def twice(run, shape, dtype) -> torch.Tensor:
-    """Runs between guard bands on a side stream, and again; the result, which must repeat."""
-    guards = [guarded_empty(shape, dtype, "cuda") for _ in range(2)]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for guard in guards:
-            run(guard.tensor)
-    torch.cuda.synchronize()
-    for guard in guards:
-        guard.check("out")
-    assert same_bits(guards[0].tensor, guards[1].tensor), "two runs differ"
-    return guards[0].tensor
-
-
-def check_base_rows(p: Problem, y: torch.Tensor, run) -> None:
-    """Tokens that carry no adapter have the bits that the same call gives without adapters."""
-    if p.token_lora_mapping is None:
-        return
-    rows = (p.token_lora_mapping < 0) | (p.token_lora_mapping >= len(p.spec.ranks))
-    out = torch.full_like(y, POISON)
-    run(out)
-    assert same_bits(y.cpu()[rows], out.cpu()[rows]), "a base row depends on adapters"
-
-
-def check_layer(seed: int) -> None:
+def check_layer(seed: int, device: str) -> None:
     spec, rng = draw(seed)
     p = spec.build()
-    there = p.to("cuda")
-    before = {name: t.clone() for name, t in there.tensors().items()}
-    forced = rng.choice((None, *VARIANTS[spec.dtype]))
+    forced = rng.choice((None, *VARIANTS[device, spec.dtype]))
     _C.force_variant(forced)
     try:
-        arguments = some_weights(there.kwargs(), ("w13", "w2"), rng)
-        shape = (spec.tokens, spec.hidden)
-        y = twice(lambda out: moelora.fused_experts_lora(**arguments, out=out), shape, spec.dtype)
-        base = {**arguments, **{k: v for k, v in there.base().kwargs().items() if v is None}}
-        check_base_rows(p, y, lambda out: moelora.fused_experts_lora(**base, out=out))
-        ref = fused_experts_lora_ref(**p.kwargs())
-        assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), spec.dtype)
-
-        which, weighted = rng.choice(("w13", "w2")), rng.random() < 0.5
-        arguments = some_weights(there.gemm_kwargs(which, weighted), ("w",), rng)
-        ref = fused_moe_lora_gemm_ref(**p.gemm_kwargs(which, weighted))
-        y = twice(
-            lambda out: moelora.fused_moe_lora_gemm(**arguments, out=out), ref.shape, spec.dtype
-        )
-        naive = naive_fused_moe_lora_gemm(**p.gemm_kwargs(which, weighted))
-        assert_close_to_ref(y, ref, naive, spec.dtype)
-        assert_unchanged(before, there.tensors())
-    except Exception as error:
-        raise AssertionError(f"variant {forced}, {spec}: {error}") from error
+        with naming(f"variant {forced}, {spec}"):
+            hold_layer(p, device, twice(moelora.fused_experts_lora, ("w13", "w2"), rng))
+            run = twice(moelora.fused_moe_lora_gemm, ("w",), rng)
+            hold_gemm(p, device, rng.choice(("w13", "w2")), rng.random() < 0.5, run)
+            if spec.mix != "absent":
+                hold_base_rows(p, device)
     finally:
         _C.force_variant(None)
 
 
-@pytest.mark.parametrize("batch", seeds(1000, FIRST + 1_000_000), ids=lambda r: f"from_{r.start}")
-def test_layers(batch):
+@pytest.mark.parametrize("device, batch", seeds(1000, FIRST + 1_000_000))
+def test_layers(device, batch):
     for seed in batch:
         with naming(f"seed {seed}"):
-            check_layer(seed)
+            check_layer(seed, device)
 
 
 # ---- adapters alone ----
 
 
-def check_sum(run, base: torch.Tensor, delta: torch.Tensor, naive, active) -> None:
-    """`run` adds to a copy of `base`: the same bits twice, and those of `base` where not active."""
-
-    def added(out):
-        run(out.copy_(base))
-
-    y = twice(added, base.shape, base.dtype).cpu()
-    before = base.cpu()
-    assert same_bits(y[~active], before[~active]), "a row without an adapter has changed"
-    ref = (before.double() + delta)[active]
-    assert_close_to_ref(y[active], ref, (before + naive)[active], base.dtype)
-
-
-def check_delta(seed: int) -> None:
+def check_deltas(seed: int, device: str) -> None:
     spec, rng = draw(seed)
     if spec.mix == "absent":
         return
     p = spec.build()
-    there = p.to("cuda")
-    before = {name: t.clone() for name, t in there.tensors().items()}
-    make = torch.Generator().manual_seed(seed)
-    try:
-        which, weighted = rng.choice(("w13", "w2")), rng.random() < 0.5
-        arguments = delta_kwargs(p, which, mul_routed_weight=weighted)
-        delta, active = moe_lora_delta_ref(**arguments)
-        naive, _ = moe_lora_delta_ref(**arguments, dtype=spec.dtype)
-        base = torch.randn(delta.shape, generator=make).to("cuda", spec.dtype)
-        arguments = delta_kwargs(there, which, mul_routed_weight=weighted)
-        run = delta_operator(which)
-        check_sum(lambda out: run(**arguments, out=out), base, delta, naive, active)
+    which, weighted = rng.choice(("w13", "w2")), rng.random() < 0.5
+    with naming(spec):
+        check_delta(p, which, device, rng.random() < 0.5, weighted)
         if not (spec.pass_ranks or spec.scalings or spec.remote):
-            lists = Lists(there, which, rng.random() < 0.5, rng.choice((16, 32, 64)))
-            check_sum(
-                lambda out: lists.fused(out, mul_routed_weight=weighted),
-                *(base, delta, naive, active),
-            )
+            check_fused(p, which, device, rng.random() < 0.5, mul_routed_weight=weighted)
         if spec.slices == 1 and spec.activation != "relu2" and not spec.remote:
-            check_mlp(p, there, make)
-        assert_unchanged(before, there.tensors())
-    except Exception as error:
-        raise AssertionError(f"{spec}: {error}") from error
+            for how in RUN:
+                check_mlp(p, device, how)
 
 
-def check_mlp(p: Problem, there: Problem, make: torch.Generator) -> None:
-    def arguments(p):
-        return (
-            *(p.hidden_states, p.topk_ids, p.topk_weights),
-            *(p.token_lora_mapping, p.lora_ranks, p.lora_scalings),
-            *(p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b),
-        )
-
-    delta, active = run_moe_lora_ref(*arguments(p), adapter_enabled=p.adapter_enabled)
-    naive, _ = run_moe_lora_ref(
-        *arguments(p), adapter_enabled=p.adapter_enabled, dtype=p.spec.dtype
-    )
-    base = torch.randn(delta.shape, generator=make).to("cuda", p.spec.dtype)
-    x, ids, weights, *adapters = arguments(there)
-    batch = moelora.MoELoRABatchInfo(*adapters[:3], there.adapter_enabled)
-    for fused in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_ops, "should_use_fused_kernel", lambda m, k, fused=fused: fused)
-            check_sum(
-                lambda out: moelora.run_moe_lora(x, ids, weights, batch, *adapters[3:], out),
-                *(base, delta, naive, active),
-            )
-
-
-@pytest.mark.parametrize("batch", seeds(500, FIRST + 2_000_000), ids=lambda r: f"from_{r.start}")
-def test_deltas(batch):
+@pytest.mark.parametrize("device, batch", seeds(500, FIRST + 2_000_000))
+def test_deltas(device, batch):
     for seed in batch:
         with naming(f"seed {seed}"):
-            check_delta(seed)
-
-
-def test_seeds_repeat():
-    first, second = draw(FIRST)[0], draw(FIRST)[0]
-    assert first == second
-    assert torch.equal(first.build().topk_ids, replace(second).build().topk_ids)
+            check_deltas(seed, device)
