@@ -252,6 +252,24 @@ def test_work_is_queued_on_the_current_stream():
     torch.cuda.synchronize()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("tokens", [300, 1, 24])
+def test_a_call_runs_on_the_device_of_its_tensors(tokens):
+    """Whichever is current, and it stays current. The other one comes first: what is found out
+    about a kernel then is about that one. Of a C caller's device_index: make emulate."""
+    p = layer_problem(tokens, torch.bfloat16)
+    w = torch.randn(2, 64, 128).bfloat16()
+    outputs = []
+    for device in (1, 0):
+        there, weights = p.to(f"cuda:{device}"), w.to(f"cuda:{device}")
+        for current in (1 - device, device):
+            with torch.cuda.device(current):
+                outputs.append(moelora.fused_experts_lora(**there.kwargs()).cpu())
+                assert same_bits(moelora.prepack_weights(weights).unpack().cpu(), w)
+                assert torch.cuda.current_device() == current
+    assert all(same_bits(y, outputs[0]) for y in outputs)
+
+
 def test_calls_do_not_synchronize():
     """The host is back from a call while the stream that it went to is still busy."""
     p, *quantized = (layer_problem(33, torch.bfloat16, form=form).to("cuda") for form in FORMS)
