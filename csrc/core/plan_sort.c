@@ -185,7 +185,7 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
   const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
   plan_alignment(&a, device, tuned, plan);
   /* The single CTA of the sort by pairwise comparison also resolves the tables, unless the rows are
-   * not padded to blocks: other kernels then need the resolved tables. */
-  const moelora_sort_plan *first = plan->tokens.variant ? &plan->tokens : &plan->rows;
-  plan->resolves = rows == 1 || first->variant->block_m > TINY_ITEMS;
+   * not padded to blocks: other kernels then need the resolved tables. The first of two sorts has
+   * tokens, and would resolve no rows. */
+  plan->resolves = rows == 1 || plan->tokens.variant || plan->rows.variant->block_m > TINY_ITEMS;
 }

@@ -460,4 +460,7 @@ EDGE_CASES: dict[str, Spec] = {
     "many_adapters": Spec(
         tokens=40, ranks=(1, 2, 3, 4) * 10, mix="all_different", hidden=16, inter=16
     ),
+    "more_pairs_than_a_sort_of_a_gpu_has_keys": Spec(
+        tokens=20, top_k=3, experts=125, ranks=(1, 2, 1) * 21, hidden=16, inter=16
+    ),
 }

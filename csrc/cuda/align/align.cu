@@ -131,7 +131,7 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
     MOELORA_TRY(moelora_cuda_resolve(from, &sort.routes, NULL, NULL, false, exec));
   switch (plan.variant->id) {
   case CUDA_sort_i32_64_sm80:
-    return align_launch_tiny(sort, from, exec);
+    return align_launch_tiny(sort, resolves ? NULL : from, exec);
   case CUDA_sort_i32_2048_sm80:
     return align_launch_small_2(sort, exec);
   case CUDA_sort_i32_16384_sm80:
