@@ -212,8 +212,6 @@ emulate:
 	  for copies in now late any; do \
 	    EMULATION_CAPABILITY=$${arch%0} EMULATION_COPIES=$$copies \
 	      build/emulation/$$arch/compare all $(EMULATE_FROM) $(EMULATE); \
-	    EMULATION_CAPABILITY=$${arch%0} EMULATION_COPIES=$$copies \
-	      build/emulation/$$arch/test_gradients $(EMULATE_FROM) 8; \
 	  done; \
 	done
 
@@ -226,8 +224,7 @@ emulate-few:
 	$(MAKE) --no-print-directory -s -j 2 -f tests/emulation/Makefile ARCH=900 OUT=build/emulation/few \
 	  MOELORA_VARIANTS='$(EMULATE_FEW)' EXTRA=-O0; \
 	build/emulation/few/test_engine; \
-	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare all 0 8; \
-	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/test_gradients 0 3
+	EMULATION_CAPABILITY=90 EMULATION_COPIES=any build/emulation/few/compare all 0 8
 
 # One variant by its name, forced in a few projections and layers: what to run after an edit of a
 # kernel. Compiles what includes the edited file, and of the GEMM variants only this one.

@@ -46,7 +46,7 @@ static void test_experts(uint64_t number) {
 
 static void test_gemm(uint64_t number) {
   seed(number + 2000);
-  projection_problem p = draw_projection(false);
+  projection_problem p = draw_projection(false, ANY);
   const sizes s = p.s;
   moelora_gemm_args *args = &p.args;
   args->out = new_tensor(p.dtype, SIZES(s.tokens, s.top_k, p.n));

@@ -35,7 +35,11 @@ static inline int list_gemm_gradients(moelora_gemm_grads *g, moelora_tensor **al
   return count;
 }
 
-/* A random projection, without its output; `alone`: of adapters without weights. */
+/* ANY: as problems.h draws them. SPLIT: one pair of adapter and expert with more rows than a part
+ * of its gradient. MANY: so many pairs that rows are sorted twice. */
+typedef enum projection_size { ANY, SPLIT, MANY } projection_size;
+
+/* A random projection, without its output. */
 typedef struct projection_problem {
   sizes s;
   moelora_dtype dtype, of_factors;
@@ -45,12 +49,20 @@ typedef struct projection_problem {
   moelora_gemm_args args;
 } projection_problem;
 
-static inline projection_problem draw_projection(bool alone) {
-  const bool quantized = !alone && maybe();
+/* `alone`: of adapters without weights. */
+static inline projection_problem draw_projection(bool alone, projection_size size) {
+  const bool quantized = !alone && size == ANY && maybe();
   projection_problem p = {.s = draw_sizes(quantized ? 32 : ONE_OF(1, 8, 64))};
+  if (size == SPLIT)
+    p.s = (sizes){random_in(2100, 4400), 1, 1, 8 * random_in(1, 4), p.s.inner, 1};
+  if (size == MANY)
+    p.s.hidden = 8 * random_in(1, 4), p.s.slots = 1500, p.s.experts += 6;
   const sizes s = p.s;
   const moelora_dtype dtype = p.dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
-  const int64_t n = p.n = ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
+  const int64_t n = p.n =
+      size != ANY ? random_in(1, 40)
+                  : ONE_OF(random_in(1, 300), 64 * random_in(1, 6), 8 * random_in(1, 40));
+  const int64_t rank = size != ANY ? random_in(1, 8) : draw_rank();
   p.of_factors = random_in(0, 3) ? dtype : MOELORA_F32;
   if (quantized)
     p.layout = draw_layout(n, MOELORA_ROWS_PLAIN, (moelora_x_format)random_in(0, 3));
@@ -63,10 +75,16 @@ static inline projection_problem draw_projection(bool alone) {
       .bias = !alone && maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n)) : absent,
       .routing = random_routing(s),
       .adapters = draw_adapters(s, 130),
-      .lora = alone || random_in(0, 5) ? draw_lora(s, p.of_factors, maybe() ? most : 1, n, s.hidden)
-                                       : (moelora_lora){0},
+      .lora = alone || size != ANY || random_in(0, 5)
+                  ? random_lora(s, p.of_factors, maybe() ? most : 1, rank, n, s.hidden)
+                  : (moelora_lora){0},
       .mul_routed_weight = maybe(),
   };
+  if (size == SPLIT) {
+    p.args.routing.expert_map = p.args.adapters.adapter_enabled = absent;
+    p.args.routing.topk_ids = random_ids(MOELORA_I32, 0, 0, SIZES(s.tokens, 1));
+    p.args.adapters.token_lora_mapping = random_ids(MOELORA_I32, 0, 0, SIZES(s.tokens));
+  }
   if (maybe())
     p.args.x = spread_rows(p.args.x, s.hidden + ONE_OF(1, 8, 64));
   return p;
@@ -117,7 +135,8 @@ static inline void make_sparse(moelora_lora *grads, int64_t experts, int64_t cou
 static void test_projection(uint64_t number) {
   seed(number + 9000);
   const bool alone = random_in(0, 2) == 0;
-  const projection_problem p = draw_projection(alone);
+  const projection_size size = number % 8 == 7 ? SPLIT : number % 8 == 3 ? MANY : ANY;
+  const projection_problem p = draw_projection(alone, size);
   const sizes s = p.s;
   const moelora_dtype dtype = p.dtype;
   const moelora_layout layout = p.layout;

@@ -89,30 +89,40 @@ static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
   return sick;
 }
 
-/* Checks that `changed`, which differs from `args` in adapters [low, high), computes the same
- * gradients for tokens of other adapters, bit for bit. */
-static void check_others(const moelora_experts_backward_args *args,
-                         const moelora_experts_backward_args *changed, int64_t low, int64_t high,
-                         const char *what) {
+/* Whether a token's adapter, or none, is not among `affected`, a bit for each. */
+static bool is_other(const moelora_experts_backward_args *args, uint32_t affected, int64_t m) {
   const moelora_tensor *mapping = &args->forward.adapters.token_lora_mapping;
-  const moelora_tensor *x = &args->forward.hidden_states;
-  const moelora_tensor *ids = &args->forward.routing.topk_ids;
-  moelora_experts_backward_args found = *changed;
-  found.grads = (moelora_experts_grads){
-      .hidden_states = new_tensor(x->dtype, 2, x->size),
-      .topk_weights = new_tensor(MOELORA_F32, 2, ids->size),
-  };
-  run_experts_backward(&found, gpu());
-  const moelora_tensor *const got[] = {&found.grads.hidden_states, &found.grads.topk_weights};
-  const moelora_tensor *const want[] = {&args->grads.hidden_states, &args->grads.topk_weights};
-  for (int64_t m = 0; m < x->size[0]; m++) {
-    const double id = read_value(mapping->data, mapping->dtype, m);
-    for (int i = 0; i < 2 && !(id >= (double)low && id < (double)high); i++) {
+  const int64_t slots = slots_of(&args->forward.w13_lora, &args->forward.w2_lora);
+  const double id = read_value(mapping->data, mapping->dtype, m);
+  return !(id >= 0 && id < (double)slots && affected >> (int)id & 1);
+}
+
+/* Checks that `changed`, which differs from `args` in `affected` adapters, computes the same
+ * gradients for tokens of other adapters, and of those adapters, bit for bit. `before`: contents of
+ * the gradients of `args` before its call. */
+static void check_others(const moelora_experts_backward_args *args,
+                         const moelora_experts_grads *before,
+                         const moelora_experts_backward_args *changed, uint32_t affected,
+                         const char *what) {
+  moelora_experts_backward_args other = *changed;
+  moelora_experts_grads want = args->grads;
+  moelora_tensor *got[MAX_GRADIENTS], *expected[MAX_GRADIENTS];
+  const char *names[MAX_GRADIENTS];
+  other.grads = copy_grads(before);
+  list_gradients(&other.grads, got, names);
+  const int count = list_gradients(&want, expected, names);
+  run_experts_backward(&other, gpu());
+  for (int i = 0; i < count; i++) {
+    const bool of_tokens = i < 2, of_adapters = got[i]->ndim == 4;
+    if (!got[i]->data || !(of_tokens || of_adapters))
+      continue;
+    for (int64_t at = 0; at < got[i]->size[0]; at++) {
       const size_t row = (size_t)got[i]->stride[0] * dtype_bytes(got[i]->dtype);
-      if (want[i]->data && memcmp((char *)got[i]->data + (size_t)m * row,
-                                  (char *)want[i]->data + (size_t)m * row, row))
-        FAIL("%s: token %lld, adapter %g, %s (%s)", drawn, (long long)m, id, what,
-             moelora_last_plan());
+      if ((of_tokens ? is_other(args, affected, at) : !(affected >> at & 1)) &&
+          memcmp((char *)got[i]->data + (size_t)at * row,
+                 (char *)expected[i]->data + (size_t)at * row, row))
+        FAIL("%s: gradient of %s, %s %lld differs %s (%s)", drawn, names[i],
+             of_tokens ? "token" : "adapter", (long long)at, what, moelora_last_plan());
     }
   }
 }
@@ -164,13 +174,14 @@ static void test_training(uint64_t number) {
       .w13_bias = gradient_of(&forward->w13_bias, maybe() ? dtype : MOELORA_F32),
       .w2_bias = gradient_of(&forward->w2_bias, maybe() ? dtype : MOELORA_F32),
   };
+  const moelora_experts_grads before = copy_grads(&args.grads);
   moelora_experts_backward_args on_cpu = args;
-  on_cpu.grads = copy_grads(&args.grads);
+  on_cpu.grads = copy_grads(&before);
   moelora_force_variant(NULL);
   run_experts_backward(&on_cpu, serial);
   moelora_experts_backward_args over = args;
   over.overwrites_gate_up = true;
-  over.grads = copy_grads(&args.grads);
+  over.grads = copy_grads(&before);
   over.forward.saved.gate_up = copy_of(&forward->saved.gate_up);
   force_any(dtype, &layout);
   run_experts_backward(&args, gpu());
@@ -189,15 +200,20 @@ static void test_training(uint64_t number) {
       hash_tensor(got[i]);
   }
 
-  /* Base tokens without adapters in the batch, other tokens with NaN in another adapter. */
+  /* Base tokens and one adapter, or base tokens, alone; and beside NaN in an adapter. */
   if (forward->adapters.token_lora_mapping.data) {
-    const int64_t slot = random_in(0, s.slots - 1);
-    moelora_experts_backward_args base = args, sick = args;
-    base.forward.adapters.token_lora_mapping = random_ids(MOELORA_I32, -1, -1, 1, &s.tokens);
-    check_others(&args, &base, 0, s.slots, "alone");
+    const int64_t slot = random_in(0, s.slots - 1), kept = maybe() ? slot : INT32_MAX;
+    const uint32_t all = (1u << s.slots) - 1, one = 1u << slot;
+    moelora_experts_backward_args alone = args, sick = args;
+    moelora_tensor *mapping = &alone.forward.adapters.token_lora_mapping;
+    *mapping = copy_of(mapping);
+    for (int64_t m = 0; m < s.tokens; m++)
+      if (read_value(mapping->data, mapping->dtype, m) != (double)kept)
+        write_value(mapping->data, mapping->dtype, m, -1);
+    check_others(&args, &before, &alone, kept == slot ? all & ~one : all, "alone");
     sick.forward.w13_lora = with_nans(&forward->w13_lora, slot);
     sick.forward.w2_lora = with_nans(&forward->w2_lora, slot);
-    check_others(&args, &sick, slot, slot + 1, "beside NaN");
+    check_others(&args, &before, &sick, one, "beside NaN");
   }
 
   /* A part of the tokens, by another kernel: its rows have the same bits. */
