@@ -1,5 +1,5 @@
-"""Thousands of random problems on the GPU, larger and odder than those that the CPU tests afford; a few
-of them on the CPU.
+"""Thousands of random problems on the GPU, larger and odder than those that the CPU tests afford; a
+few of them on the CPU.
 
 Alignments are compared with the CPU's, id by id. Layers, projections and deltas are held as in the
 other tests, with a random kernel variant, plain or packed weights, on a random stream, and twice:

@@ -4,11 +4,12 @@ Independent oracles of the operators are transformers' blocks and PEFT, in tests
 """
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from cases import DTYPES, EDGE_CASES, Spec, draw_spec, random_specs, same_bits
-from checks import UNIT_ROUNDOFF, assert_close_to_ref, guarded_empty
+from cases import DTYPES, EDGE_CASES, Spec, random_specs
+from checks import UNIT_ROUNDOFF, assert_close_to_ref, guarded_empty, naming
 
 from moelora.reference import (
     activate,
@@ -117,34 +118,22 @@ def test_two_slices_cover_the_columns_in_memory_order():
         )
 
 
-@pytest.mark.parametrize("name", EDGE_CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_naive_follows_the_reference(name, dtype):
+def test_naive_follows_the_reference(dtype):
     """Bounds the naive error absolutely: a naive version that is far off would allow anything."""
-    p = replace(EDGE_CASES[name], dtype=dtype).build()
     limit = 60 * UNIT_ROUNDOFF[dtype]
-    ref = fused_experts_lora_ref(**p.kwargs())
-    naive = naive_fused_experts_lora(**p.kwargs())
-    assert ref.shape == p.hidden_states.shape
-    torch.testing.assert_close(naive.double(), ref, rtol=limit, atol=limit)
-    for projection in ("w13", "w2"):
-        for mul_routed_weight in (False, True):
-            arguments = p.gemm_kwargs(projection, mul_routed_weight)
-            ref = fused_moe_lora_gemm_ref(**arguments)
-            naive = naive_fused_moe_lora_gemm(**arguments)
-            torch.testing.assert_close(naive.double(), ref, rtol=limit, atol=limit)
 
+    def compare(ref, naive, arguments):
+        ref, naive = ref(**arguments), naive(**arguments)
+        torch.testing.assert_close(naive.double(), ref, rtol=limit, atol=limit)
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_naive_follows_the_reference_on_random_problems(dtype):
-    limit = 60 * UNIT_ROUNDOFF[dtype]
-    for spec in random_specs(150, dtypes=(dtype,)):
-        p = spec.build()
-        ref = fused_experts_lora_ref(**p.kwargs())
-        naive = naive_fused_experts_lora(**p.kwargs())
-        torch.testing.assert_close(
-            naive.double(), ref, rtol=limit, atol=limit, msg=lambda m, spec=spec: f"{spec}: {m}"
-        )
+    for spec in (*EDGE_CASES.values(), *random_specs(150, dtypes=(dtype,))):
+        with naming(spec):
+            p = replace(spec, dtype=dtype).build()
+            compare(fused_experts_lora_ref, naive_fused_experts_lora, p.kwargs())
+            for projection, weighted in product(("w13", "w2"), (False, True)):
+                arguments = p.gemm_kwargs(projection, weighted)
+                compare(fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm, arguments)
 
 
 def test_skipped_rows_and_base_rows():
@@ -225,44 +214,6 @@ def test_guard_bands_notice_a_write():
         with pytest.raises(AssertionError, match="1 bytes (before|after) out were overwritten"):
             guarded.check("out")
         guarded.memory[byte] = 0xA5
-
-
-def test_generator_is_reproducible_and_covers_what_it_names():
-    specs = random_specs(400)
-    assert specs == random_specs(400)
-    assert str(draw_spec(7)) == str(specs[7])
-    one, again = specs[7].build().tensors(), specs[7].build().tensors()
-    assert all(same_bits(one[name], again[name]) for name in one)
-    for field in ("mix", "sharing", "activation", "dtype", "routing", "slices", "strided"):
-        counts = {}
-        for spec in specs:
-            counts[getattr(spec, field)] = counts.get(getattr(spec, field), 0) + 1
-        assert min(counts.values()) >= 15, f"{field}: {counts}"
-    assert eval(str(specs[7]), {"Spec": Spec, "torch": torch}) == specs[7]
-
-
-def test_edge_cases_are_what_their_names_say():
-    build = {name: spec.build() for name, spec in EDGE_CASES.items()}
-    skipped = fused_experts_lora_ref(**build["expert_map_all_remote"].kwargs())
-    assert not skipped.any()
-    assert len(build["empty_experts"].topk_ids.unique()) < 16
-    assert build["stride_zero_experts"].w13_lora_a[0].stride(1) == 0
-    assert build["shared_outer"].w2_lora_b.size(1) == 1
-    strided = build["strided"]
-    assert strided.hidden_states.stride() == (72, 1)
-    assert strided.w13.stride(0) == 2 * 64 * 72
-    assert len(build["disabled_adapters"].adapter_enabled) == 3
-    assert len(build["disabled_adapters_vllm_length"].adapter_enabled) == 4
-    assert (build["expert_ids_out_of_range"].topk_ids >= 4).any()
-    assert build["int64_ids"].topk_ids.dtype == torch.int64
-
-
-def test_moving_a_problem_keeps_strides():
-    p = EDGE_CASES["strided_unaligned"].build()
-    moved = p.to("cpu").tensors()
-    for name, t in p.tensors().items():
-        assert moved[name].stride() == t.stride(), name
-        assert same_bits(moved[name].nan_to_num(0), t.nan_to_num(0)), name
 
 
 @pytest.mark.parametrize("mode", ["base", "uniform", "segmented", "sorting"])

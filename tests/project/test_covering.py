@@ -10,48 +10,32 @@ def product(**values):
     return [dict(zip(values, v, strict=True)) for v in itertools.product(*values.values())]
 
 
-def pairs_of(choices, names):
-    return {(a, c[a], b, c[b]) for c in choices for a, b in itertools.combinations(names, 2)}
+CHOICES = {
+    "few parametrizations all run": (product(a=range(3), b=range(4)), 1, 12),
+    "every value of two arguments": (product(a=range(9), b=range(4)), 1, 9),
+    "every pair of more": (product(a=range(6), b=range(5), c=range(4), d=range(2)), 2, 39),
+    "those of one parametrize, which have the same index, count as one": (
+        [{"a": i, "b": i, "c": 0, "d": d} for i in range(20) for d in range(3)], 1, 20,
+    ),
+    "rows of a table, of whose group only the finest counts": (
+        [{"group": i // 7, "row": i, "d": d} for i in range(20) for d in range(3)], 1, 20,
+    ),
+    "pairs that are there": (
+        [c for c in product(a=range(4), b=range(4), c=range(4)) if c["a"] != c["b"]], 2, 20,
+    ),
+}  # fmt: skip
 
 
-def test_few_parametrizations_all_run():
-    choices = product(a=range(3), b=range(4))
-    assert covering.covering(choices) == list(range(12))
+@pytest.mark.parametrize("what", CHOICES)
+def test_every_value_or_pair_of_values_occurs(what):
+    choices, together, most = CHOICES[what]
 
+    def met(some):
+        groups = list(itertools.combinations(choices[0], together))
+        return {(g, *(c[name] for name in g)) for g in groups for c in some}
 
-def test_every_pair_of_values_of_three_arguments_occurs():
-    choices = product(a=range(6), b=range(5), c=range(4), d=range(2))
     kept = [choices[i] for i in covering.covering(choices)]
-    assert pairs_of(kept, "abcd") == pairs_of(choices, "abcd")
-    assert len(kept) < 40 < len(choices) == 240
-
-
-def test_every_value_of_two_arguments_occurs_and_they_are_mixed():
-    choices = product(a=range(9), b=range(4))
-    kept = [choices[i] for i in covering.covering(choices)]
-    assert {c["a"] for c in kept} == set(range(9)) and len(kept) == 9
-    assert sorted(c["b"] for c in kept) == [0, 0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_arguments_that_belong_together_count_as_one():
-    """Those of one parametrize, which have the same index, and a constant one."""
-    choices = [{"a": i, "b": i, "c": 0, "d": d} for i in range(20) for d in range(3)]
-    assert covering.independent(choices) == ["a", "d"]
-    assert len(covering.covering(choices)) == 20
-    assert len(covering.covering([{"a": i, "b": i} for i in range(50)])) == 50
-
-
-def test_of_arguments_that_follow_from_another_the_finest_counts():
-    """Rows of a table whose first column is that of a group."""
-    choices = [{"group": i // 7, "row": i, "d": d} for i in range(20) for d in range(3)]
-    assert covering.independent(choices) == ["row", "d"]
-    assert {choices[i]["row"] for i in covering.covering(choices)} == set(range(20))
-
-
-def test_a_choice_that_is_not_there_is_not_asked_for():
-    choices = [c for c in product(a=range(4), b=range(4), c=range(4)) if c["a"] != c["b"]]
-    kept = [choices[i] for i in covering.covering(choices)]
-    assert pairs_of(kept, "abc") == pairs_of(choices, "abc")
+    assert met(kept) == met(choices) and len(kept) <= most
 
 
 @pytest.mark.parametrize("a", range(5))
