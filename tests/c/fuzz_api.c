@@ -15,24 +15,11 @@
 
 /* ---- sizes, by their names in core/operators.inc ---- */
 
-/* clang-format off: one row a line */
-#define SIZES_BY_NAME(SIZE_OF)                                                                     \
-  SIZE_OF(M, "M")                                                                                  \
-  SIZE_OF(TOP_K, "top_k") SIZE_OF(E, "E") SIZE_OF(K, "K") SIZE_OF(I, "I") SIZE_OF(N, "N")          \
-      SIZE_OF(R, "R") SIZE_OF(R13, "R13") SIZE_OF(R2, "R2") SIZE_OF(SLICES, "slices")              \
-          SIZE_OF(SLOTS, "max_loras") SIZE_OF(GLOBAL, "num_global_experts")                        \
-              SIZE_OF(BLOCKS, "blocks") SIZE_OF(ROWS, "rows") SIZE_OF(LISTS, "num_lora_ids")       \
-                  SIZE_OF(COLUMNS, "columns") SIZE_OF(ROWS_OF_X, "rows of x") SIZE_OF(ANY, "any")  \
-                      SIZE_OF(ROW_GROUPS, "groups of rows")                                        \
-                          SIZE_OF(COLUMN_GROUPS, "groups of columns")                              \
-                              SIZE_OF(ROW_TILES, "tiles of rows")                                  \
-                                  SIZE_OF(DEPTH_TILES, "tiles of depth")                           \
-                                      SIZE_OF(TILE_BYTES, "bytes of a tile")
-/* clang-format on */
-#define AS_NUMBER(NUMBER, NAME) NUMBER,
-#define AS_NAME(NUMBER, NAME) NAME,
-enum { SIZES_BY_NAME(AS_NUMBER) NUM_SIZES };
-static const char *const size_names[] = {SIZES_BY_NAME(AS_NAME)};
+enum { M, TOP_K, E, K, I, N, R, R13, R2, SLICES, SLOTS, GLOBAL, BLOCKS, ROWS, LISTS, COLUMNS };
+enum { NUM_SIZES = COLUMNS + 8 };
+static const char size_names[] =
+    "M,top_k,E,K,I,N,R,R13,R2,slices,max_loras,num_global_experts,blocks,rows,num_lora_ids,columns,"
+    "rows of x,any,groups of rows,groups of columns,tiles of rows,tiles of depth,bytes of a tile,";
 
 /* Of this call. */
 static int64_t size[NUM_SIZES];
@@ -92,12 +79,11 @@ static int64_t value_of(const char *from, const char *end) {
     const int64_t factor = strtoll(from, &rest, 10);
     return rest < end ? factor * value_of(rest + 1, end) : factor; /* "2 I" */
   }
-  for (int i = 0; i < NUM_SIZES; i++)
-    if (strlen(size_names[i]) == (size_t)(end - from) &&
-        memcmp(size_names[i], from, (size_t)(end - from)) == 0)
+  const char *name = size_names;
+  for (int i = 0; i < NUM_SIZES; i++, name = strchr(name, ',') + 1)
+    if (strchr(name, ',') - name == end - from && memcmp(name, from, (size_t)(end - from)) == 0)
       return size[i];
-  STOP("core/operators.inc has a size without a row in SIZES_BY_NAME: %.*s", (int)(end - from),
-       from);
+  STOP("core/operators.inc has a size without a row in size_names: %.*s", (int)(end - from), from);
 }
 
 /* ---- tensors ---- */
