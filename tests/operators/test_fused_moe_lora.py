@@ -246,16 +246,13 @@ def test_fully_sharded_on_one_rank_needs_no_gather(device_and_dtype):
 # ---- alignment ----
 
 
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("mix", ["many", "one", "none", "disabled", "out_of_range"])
-def test_align_lists(mix, flat, device):
-    p = Spec(
-        tokens=50, top_k=3, experts=7, mix=mix, ranks=(1, 2, 3), routing="out_of_range", remote=2
-    ).build()
-    block_size, slots, experts = 8, 3, 9
-    rows = 150 + experts * (block_size - 1)
+def check_align_lists(spec: Spec, block_size: int, device: str, flat: bool = False) -> None:
+    """Some of the lists, others untouched; `flat` without a dimension of adapters."""
+    p = spec.build()
+    slots, experts = len(spec.ranks), spec.experts + spec.remote
+    rows = p.topk_ids.numel() + experts * (block_size - 1)
     blocks = -(-rows // block_size)
-    lora_ids = torch.tensor([2, -1, 0, 7, -5], dtype=torch.int32)
+    lora_ids = torch.tensor([slots - 1, -1, 0, slots + 4, -5], dtype=torch.int32)
     arguments = {"adapter_enabled": p.adapter_enabled, "expert_map": p.expert_map}
     expected = moe_lora_align_lists_ref(
         *(p.topk_ids, p.token_lora_mapping, experts, block_size, slots),
@@ -278,6 +275,13 @@ def test_align_lists(mix, flat, device):
     for name, output, want in zip(("rows", "experts", "used"), outputs, expected, strict=True):
         output.check(name)
         assert torch.equal(output.tensor.cpu(), want), name
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("mix", ["many", "one", "none", "disabled", "out_of_range"])
+def test_align_lists(mix, flat, device):
+    spec = Spec(tokens=50, top_k=3, experts=7, mix=mix, ranks=(1, 2, 3), remote=2)
+    check_align_lists(replace(spec, routing="out_of_range"), 8, device, flat)
 
 
 def test_lists_of_the_alignment_drive_the_delta(device_and_dtype):
