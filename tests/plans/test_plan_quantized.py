@@ -1,22 +1,43 @@
-"""Plans of layers with weights of four bits, for devices that need not be there."""
+"""Plans of layers with quantized weights, for devices that need not be there."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import test_decode
 import test_variants
 import torch
-from plan_cases import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, quantized
+from plan_cases import CUDA_ROWS, DECODE_ROWS, DTYPES, ROWS, TOKENS, answer, quantized, rows_of
 from quantized_cases import FORMATS, NATIVE, fitted, forms_of, kernels_of, made
 
 from moelora.operators import formats
 
-# Formats of weights, and the kernels that are written for them.
+SAVING = {row[0] for row in rows_of("SAVING", "gemm")}
+# Formats of weights, and the kernels that are written for them; w8a8: with x in FP8.
 KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "nf4": "nf4"} | dict.fromkeys(
     ["int4", "int4_g32", "int4_zp", "int4_zp_g32"], "int4"
 )
+FP8 = dict.fromkeys(["fp8", "fp8_g64", "fp8_rows"], "w8a16") | {"w8a8": "w8a8"}
 PAIRS = [(a, b) for a in ("native", "mxfp4", "int4_zp") for b in ("native", "mxfp4", "int4")]
 PAIRS += [("nvfp4", "nvfp4"), ("nvfp4", "int4"), ("nf4", "nf4"), ("mxfp4", "nf4")]
+FP8_PAIRS = [("fp8", "fp8_rows"), ("fp8", "native"), ("native", "fp8_g64"), ("mxfp4", "fp8")]
+FP8_PAIRS += [("w8a8", "w8a8"), ("w8a8", "fp8"), ("native", "w8a8"), ("w8a8", "int4")]
+# Formats, a capability, and from how many tokens on a layer of 128 experts and top 8 takes a tile:
+# each expert gets a sixteenth of them. Sums of 128 tokens and the partial ones of x in FP8 are more
+# than a thread has registers; no stages of 144 tokens with FP8 weights fit.
+FEW = {129: "32x128x128", 417: "64x128x128"}
+OF_FP8 = {1: "16x128x128", **FEW, 705: "96x256x128", 1313: "128x256x128"}
+OF_W8A8 = {1: "16x128x128", **FEW, 705: "96x256x128"}
+OF_W8A8 |= {1281: "128x256x128x2", 1729: "96x256x128x2", 2817: "128x256x128x2"}
+PORTABLE = {1: "16x128x64", 129: "32x128x64", 417: "64x128x64", 705: "128x128x64"}
+TILES = [
+    (KERNELS, 80, PORTABLE),
+    (KERNELS, 90, OF_FP8 | {1793: "144x256x128"}),
+    (["fp8", "fp8_g64", "fp8_rows"], 80, PORTABLE),
+    (["fp8", "fp8_g64", "fp8_rows"], 90, OF_FP8),
+    (["w8a8"], 80, dict(list(PORTABLE.items())[:3])),
+    (["w8a8"], 90, OF_W8A8),
+]
 
 
 def tile(row):
@@ -24,22 +45,18 @@ def tile(row):
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_tiles_of_quantized_weights(name, dtype):
-    """Of 128 experts and top 8, of which each gets a sixteenth of the tokens."""
-    tiles = {5: 16, 128: 16, 129: 32, 416: 32, 417: 64, 704: 64, 705: 96, 1312: 96, 1313: 128}
-    tiles |= {1792: 128, 1793: 144, 131072: 144}
-    short = f"gemm_{dtype.lower()}_{KERNELS[name]}"
-    for tokens, most in tiles.items():
-        for capability in (80, 90):
-            hopper = capability == 90
-            rows = most if hopper or most < 96 else 128
-            shape = f"{rows}x{256 if hopper and rows > 64 else 128}"
-            depth = 128 if hopper else 64
-            want = f"{short}_{shape}x{depth}_{'sm90' if hopper else 'sm80'}"
+@pytest.mark.parametrize(
+    "name, capability, tiles", [(name, *of) for names, *of in TILES for name in names]
+)
+def test_tiles(name, capability, tiles, dtype):
+    """By the rows of an expert; up to four tokens of four bits may be one launch."""
+    short = f"gemm_{dtype.lower()}_{(KERNELS | FP8)[name]}"
+    begins = [*tiles, 131073]
+    for begin, end in itertools.pairwise(begins):
+        for tokens in (max(begin, 5 if name in KERNELS else 1), end - 1):
             layer = {"tokens": tokens, "dtype": DTYPES[dtype]}
             row, of_w2, _ = quantized(("cuda", capability), name, name, **layer)
-            assert row.name == of_w2.name == want
+            assert row.name == of_w2.name == f"{short}_{tiles[begin]}_sm{capability}", tokens
 
 
 @pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
@@ -204,9 +221,12 @@ def test_what_is_around_the_projections_does_not_depend_on_formats(capability, o
             assert words[3:7] == around and "-" not in around
 
 
-def test_quantized_rows_that_allow_no_vectors():
+@pytest.mark.parametrize(
+    "capability, pair", [(90, ("int4", "mxfp4")), *((80, (name, name)) for name in FP8)]
+)
+def test_quantized_rows_that_allow_no_vectors(capability, pair):
     for tokens in TOKENS:
-        row, of_w2, _ = quantized(("cuda", 90), "int4", "mxfp4", tokens=tokens, hidden=2050)
+        row, of_w2, _ = quantized(("cuda", capability), *pair, tokens=tokens, hidden=2050)
         assert row.family == of_w2.family == "SM80" and row.block_m <= 32
 
 
@@ -221,7 +241,74 @@ def test_formats_without_a_kernel():
 
 
 def test_a_cpu_has_one_kernel_for_all_formats():
-    for pair in PAIRS:
+    for pair in PAIRS + FP8_PAIRS:
         words = answer(("cpu", 7), "formats", *pair).split()
         assert words == answer(("cpu", 7)).split()
         assert words[7] == words[0]
+
+
+# ---- FP8 ----
+
+
+def test_fp8_tokens_with_scales_of_64_columns_take_portable_tiles():
+    for pair in (("w8a8_g64", "w8a8_g64"), ("fp8", "w8a8_g64")):
+        for name in answer(("cuda", 90), "formats", *pair, tokens=1024).split()[0:8:7]:
+            assert name.endswith("_sm80")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_layer_trains_by_the_instructions_that_serve_it(dtype):
+    """Of rows that store values for a backward, some fit a w2 with FP8 tokens: in one family."""
+    kernels = ("native", "mxfp4", "nvfp4", "nf4", "int4", "fp8", "w8a8")
+    for name, tokens in itertools.product(kernels, (16, 1024, 4096)):
+        words = answer(
+            ("cuda", 90), "formats", name, "w8a8", tokens=tokens, dtype=DTYPES[dtype.upper()]
+        ).split()
+        serves = ROWS[words[0]]
+        saving = [
+            row
+            for row in CUDA_ROWS
+            if (row.dtype, row.format) == (serves.dtype, serves.format)
+            and (row.format == "NATIVE" or row.name in SAVING)
+            and any(
+                (w2.format, w2.dtype, w2.family, w2.block_m, w2.cluster)
+                == ("W8A8", row.dtype, row.family, row.block_m, row.cluster)
+                for w2 in CUDA_ROWS
+            )
+        ]
+        assert ("SM90" in {row.family for row in saving}) == (serves.family == "SM90")
+        assert saving and ROWS[words[7]].family == serves.family
+
+
+@pytest.mark.parametrize("pair", FP8_PAIRS, ids="-".join)
+def test_projections_of_fp8_and_others_share_an_alignment(pair):
+    for capability, tokens in itertools.product((80, 86, 120), TOKENS):
+        words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
+        row, of_w2 = ROWS[words[0]], ROWS[words[7]]
+        same = ("dtype", "family", "block_m", "cluster")
+        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert [row.format, of_w2.format] == [name.upper().split("_")[0] for name in pair]
+
+
+def test_tiles_of_fp8_fit_every_gpu():
+    """Stages of weights, their scales and x; those of x in FP8 with slots for the scales of both;
+    and what is known about a tile's adapters."""
+    for row in CUDA_ROWS:
+        if row.format in ("FP8", "W8A8") and row.family == "SM80":
+            scales = 2 * 256 + (4 * row.block_m if row.format == "W8A8" else 0)
+            stage = row.block_n * 64 + row.block_m * 128
+            adapters = 16 + row.stages * 32 + 8 * row.block_m
+            slots = 8 if row.format == "W8A8" else row.stages
+            assert row.stages * stage + slots * scales + adapters <= 99 * 1024, row
+
+
+def test_all_calls_stay_with_one_kind_of_tensor_core_instruction():
+    """Whatever is forced: mma.sync adds up FP8 products otherwise than wgmma."""
+    force = {"MOELORA_FORCE_VARIANT": "gemm_bf16_w8a8_32x128x64_sm80"}
+    for tokens, pair in itertools.product((16, 1024), (("w8a8", "w8a8"), ("native", "w8a8"))):
+        passed_over, portable = (
+            answer(("cuda", capability), "formats", *pair, tokens=tokens, env=force).split()[0]
+            for capability in (90, 80)
+        )
+        assert passed_over.endswith("_sm90") and portable.endswith("_sm80")
+        assert (portable == force["MOELORA_FORCE_VARIANT"]) == (pair[0] == "w8a8")
