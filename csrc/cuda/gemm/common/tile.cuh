@@ -201,8 +201,8 @@ template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {
   // Each column reads the tokens of the group again, so they must stay in L2 (l2_elements) while
-  // weights stream through. Weights are read once per group.
-  const int most = max(1, g.schedule.l2_elements / (E::TOKENS * g.tokens.k));
+  // weights stream through. Weights are read once per group. Without weights k is 0.
+  const int most = max(1, g.schedule.l2_elements / max(1, E::TOKENS * g.tokens.k));
   const int block =
       index /
       columns; // a block of the tile's group, since a group of n blocks has n * columns tiles
