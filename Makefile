@@ -217,7 +217,7 @@ emulate:
 
 # What CI has the time for, a minute or two: Hopper's sources with a few of the GEMM variants, among
 # them each main loop, compiled without optimization, and a handful of calls.
-EMULATE_FEW := gemm_bf16_(\w+_)?(16x|96x\d+x\d+_sm90|144x256x64)|bf16_w8a8_128x|back_bf16_(16|96)x
+EMULATE_FEW := gemm_bf16_(\w+_)?(16x|96x\d+x\d+_sm90|144x256x64)|bf16_w8a8_128x|back_bf16_(16|96|128x128)x
 emulate-few:
 	@set -e; test "$$(uname -m)" = x86_64 && command -v $(CXX) > /dev/null || \
 	  { echo "emulate-few: NOT RUN, this is not x86-64 or has no C++ compiler ($(CXX))"; exit 0; }; \
