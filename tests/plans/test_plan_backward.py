@@ -20,23 +20,20 @@ def projection(device, *args, alone=False, **problem):
     return backward(device, *args, of="alone" if alone else "project", **problem)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "variant"),
-    [
-        (1, "32x128"),
-        (256, "32x128"),
-        (512, "96x128"),
-        (1024, "96x128"),
-        (2048, "128x256x64x2"),
-        (4096, "144x256x64x2"),
-        (16384, "128x256x64x2"),
-    ],
-)
-def test_hopper(tokens, variant):
-    """Qwen3-30B-A3B has tokens / 16 rows of an expert."""
-    name, rows, _, total = backward(HOPPER, tokens=tokens, rank=16)
-    assert name in (f"back_bf16_{variant}_sm90", f"back_bf16_{variant}x64_sm90")
-    assert rows == int(variant.split("x")[0]) and total == "sum_bf16_8_sm80"
+TILES = {1: "32x128", 256: "32x128", 512: "96x128", 1024: "96x128", 2048: "128x256x64x2"}
+TILES |= {4096: "144x256x64x2", 16384: "128x256x64x2"}
+
+
+@pytest.mark.parametrize("of", [backward, projection], ids=["layer", "projection"])
+@pytest.mark.parametrize("tokens", TILES)
+def test_hopper(tokens, of):
+    """Qwen3-30B-A3B has tokens / 16 rows of an expert. A projection has the kernels of a layer."""
+    name, rows, around, total = of(HOPPER, tokens=tokens, rank=16)
+    assert name in (f"back_bf16_{TILES[tokens]}_sm90", f"back_bf16_{TILES[tokens]}x64_sm90")
+    assert rows == int(TILES[tokens].split("x")[0]) and total == "sum_bf16_8_sm80"
+    if of is projection:
+        assert around.startswith("shrink_bf16_")
+        assert projection(HOPPER, tokens=tokens)[2] == "-"
 
 
 @pytest.mark.parametrize("device", [AMPERE, ADA])
@@ -99,25 +96,14 @@ def test_weights_of_two_formats(device):
     assert "_mxfp4_" not in backward(device, "formats", "native", "mxfp4", tokens=4096)[0]
 
 
-def test_refusals():
-    assert "no float32 kernel for a backward" in backward(HOPPER, dtype="float32")
-    assert backward(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
+@pytest.mark.parametrize("of", [backward, projection], ids=["layer", "projection"])
+def test_refusals(of):
+    assert "no float32 kernel for a backward" in of(HOPPER, dtype="float32", rank=8)
+    assert of(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
+    assert of(("cpu", 0), dtype="float32", rank=16)[0] == "gemm_f32_scalar"
 
 
 # ---- a projection, and adapters alone ----
-
-
-@pytest.mark.parametrize(
-    ("tokens", "variant"),
-    [(1, "32x128"), (512, "96x128"), (4096, "144x256x64x2")],
-)
-def test_a_projection_on_hopper(tokens, variant):
-    """By the kernels of a layer."""
-    name, rows, shrink, total = projection(HOPPER, tokens=tokens, rank=16)
-    assert name in (f"back_bf16_{variant}_sm90", f"back_bf16_{variant}x64_sm90")
-    assert rows == int(variant.split("x")[0]) and shrink.startswith("shrink_bf16_")
-    assert total == "sum_bf16_8_sm80"
-    assert projection(HOPPER, tokens=tokens)[2] == "-"
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
@@ -133,11 +119,3 @@ def test_a_projection_of_quantized_weights():
     assert name == "back_bf16_mxfp4_128x256x128_sm90"
     name, *_ = projection(AMPERE, "formats", "mxfp4", "native", rank=16)
     assert name == "back_bf16_mxfp4_32x128x64_sm80"
-
-
-def test_refusals_of_a_projection():
-    assert "no float32 kernel for a backward with native weights" in projection(
-        HOPPER, dtype="float32", rank=8
-    )
-    assert projection(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
-    assert projection(("cpu", 0), dtype="float32", rank=16)[0] == "gemm_f32_scalar"
