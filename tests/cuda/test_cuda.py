@@ -1,4 +1,4 @@
-"""What only a GPU can get wrong: parity with the CPU, every sort path, large offsets, errors."""
+"""What only a GPU can get wrong: every shrink and sort path, large offsets, errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import EDGE_CASES, Spec, random_specs, same_bits
-from checks import assert_close_to_ref, assert_gemm_is_the_cpus, naming
+from cases import Spec, same_bits
+from checks import assert_close_to_ref, assert_gemm_is_the_cpus
 from conftest import CUDA_DTYPES, needs_gpu
 
 import moelora
@@ -24,27 +24,6 @@ from moelora.reference import (
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 GPU = "cuda"
-
-
-# ---- the two backends ----
-
-
-@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
-def test_parity_with_the_cpu(dtype):
-    """The CPU's results take the place of the reference."""
-    specs = [replace(spec, dtype=dtype) for spec in EDGE_CASES.values()]
-    specs += random_specs(60, first_seed=7000, dtypes=(dtype,))
-    for spec in specs:
-        p = spec.build()
-        there = p.to(GPU)
-        with naming(spec):
-            y = moelora.fused_experts_lora(**there.kwargs())
-            cpu = moelora.fused_experts_lora(**p.kwargs()).double()
-            assert_close_to_ref(y, cpu, naive_fused_experts_lora(**p.kwargs()), dtype)
-            y = moelora.fused_moe_lora_gemm(**there.gemm_kwargs("w2", True))
-            cpu = moelora.fused_moe_lora_gemm(**p.gemm_kwargs("w2", True)).double()
-            naive = naive_fused_moe_lora_gemm(**p.gemm_kwargs("w2", True))
-            assert_close_to_ref(y, cpu, naive, dtype)
 
 
 @pytest.fixture
