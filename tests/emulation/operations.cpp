@@ -204,71 +204,42 @@ void copy_async(uint32_t to, const void *from, int size, int bytes) {
   });
 }
 
-/* Calls use(matrix, row, bytes) for each 16-byte row of a warp's 8x8 matrices, once all lanes
- * arrive. */
-template <class Use> static void for_each_row(void *const (&lanes)[32], const char *what, Use use) {
-  const int count = ((Matrices *)lanes[0])->count;
-  for (int i = 0; i < count; i++)
-    for (int row = 0; row < 8; row++) {
-      const uint32_t at = ((Matrices *)lanes[i * 8 + row])->at;
-      if (at % 16)
-        fail("%s of a row at %u", what, at);
-      use(i, row, checked(at, 16));
-    }
+/* Moves the 16-byte rows of a warp's 8x8 matrices, once all lanes arrive: between their memory and
+ * the registers of the lanes, which hold two neighbors of a row, or of a column. */
+template <bool LOADS, bool TRANSPOSED>
+static void move_matrices(uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {v, count, at};
+  meet(
+      ~0u,
+      [](void *const(&lanes)[32], uint32_t) {
+        const int count = ((Matrices *)lanes[0])->count;
+        for (int i = 0; i < count; i++)
+          for (int row = 0; row < 8; row++) {
+            const uint32_t from = ((Matrices *)lanes[i * 8 + row])->at;
+            if (from % 16)
+              fail("%s of a row at %u", LOADS ? "ldmatrix" : "stmatrix", from);
+            char *memory = checked(from, 16);
+            for (int column = 0; column < 8; column++) {
+              const int x = TRANSPOSED ? column : row, y = TRANSPOSED ? row : column;
+              char *held = (char *)&((Matrices *)lanes[x * 4 + y / 2])->v[i] + y % 2 * 2;
+              memcpy(LOADS ? held : memory + 2 * column, LOADS ? memory + 2 * column : held, 2);
+            }
+          }
+      },
+      &mine);
 }
 
 void load_matrices(uint32_t *v, int count, uint32_t at) {
-  Matrices mine = {v, count, at};
-  meet(
-      ~0u,
-      [](void *const(&lanes)[32], uint32_t) {
-        for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
-          for (int t = 0; t < 4; t++)
-            memcpy(&((Matrices *)lanes[row * 4 + t])->v[i], from + t * 4, 4);
-        });
-      },
-      &mine);
+  move_matrices<true, false>(v, count, at);
 }
-
 void load_matrices_transposed(uint32_t *v, int count, uint32_t at) {
-  Matrices mine = {v, count, at};
-  meet(
-      ~0u,
-      [](void *const(&lanes)[32], uint32_t) {
-        for_each_row(lanes, "ldmatrix", [&](int i, int row, const char *from) {
-          for (int column = 0; column < 8; column++)
-            memcpy((uint16_t *)&((Matrices *)lanes[column * 4 + row / 2])->v[i] + row % 2,
-                   from + 2 * column, 2);
-        });
-      },
-      &mine);
+  move_matrices<true, true>(v, count, at);
 }
-
 void store_matrices(const uint32_t *v, int count, uint32_t at) {
-  Matrices mine = {(uint32_t *)v, count, at};
-  meet(
-      ~0u,
-      [](void *const(&lanes)[32], uint32_t) {
-        for_each_row(lanes, "stmatrix", [&](int i, int row, char *to) {
-          for (int pair = 0; pair < 4; pair++)
-            ((uint32_t *)to)[pair] = ((Matrices *)lanes[row * 4 + pair])->v[i];
-        });
-      },
-      &mine);
+  move_matrices<false, false>((uint32_t *)v, count, at);
 }
-
 void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
-  Matrices mine = {(uint32_t *)v, count, at};
-  meet(
-      ~0u,
-      [](void *const(&lanes)[32], uint32_t) {
-        for_each_row(lanes, "stmatrix", [&](int i, int row, char *to) {
-          for (int column = 0; column < 8; column++)
-            ((uint16_t *)to)[column] =
-                (uint16_t)(((Matrices *)lanes[column * 4 + row / 2])->v[i] >> row % 2 * 16);
-        });
-      },
-      &mine);
+  move_matrices<false, true>((uint32_t *)v, count, at);
 }
 
 uint32_t transpose(uint32_t v) {
