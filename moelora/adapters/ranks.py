@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -38,31 +38,42 @@ class Ranks:
     def together(
         self, call: str, function: Callable[[], T], facts: Callable[[T], Mapping[str, object]]
     ) -> T:
-        """Returns `function()` if it succeeds on all ranks, and its `facts` agree.
+        """Returns `function()` if it succeeds on all ranks, and its `facts` agree; see `every`."""
+        result: list[T] = []
+
+        def both() -> tuple[Mapping[str, object], None]:
+            result.append(function())
+            return facts(result[0]), None
+
+        self.every(call, both)
+        return result[0]
+
+    def every(self, call: str, function: Callable[[], tuple[Mapping[str, object], T]]) -> list[T]:
+        """Returns the values of all ranks, in their order; `function` returns facts and a value.
 
         Facts are compared with those of the same name on other ranks. Raises what `function`
         raises; RuntimeError if another rank's fails, or a fact differs. `function` may call
-        `together` itself: what that raises, all ranks know already.
+        `every` itself: what that raises, all ranks know already.
         """
-        result: list[T] = []
         failure: Exception | None = None
-        mine: dict[str, object] = {"call": call}
+        facts: dict[str, object] = {"call": call}
+        value: T | None = None
         try:
-            result.append(function())
-            mine |= facts(result[0])
+            found, value = function()
+            facts |= found
         except Exception as error:
-            if getattr(error, "_on_all_ranks", False):
+            if is_on_all_ranks(error):
                 raise
             failure = error
-            mine["error"] = f"{type(error).__name__}: {error}"
-        every: list[dict[str, object]] = [{} for _ in self.ranks]
+            facts["error"] = f"{type(error).__name__}: {error}"
+        every: list[Any] = [None] * len(self.ranks)
         # Sizes of the words are exchanged first.
-        torch.distributed.all_gather_object(every, mine, group=self._group)
-        failure = failure or self._disagreement(call, every)
+        torch.distributed.all_gather_object(every, (facts, value), group=self._group)
+        failure = failure or self._disagreement(call, [facts for facts, _ in every])
         if failure is not None:
             failure._on_all_ranks = True  # type: ignore[attr-defined] # of ours
             raise failure
-        return result[0]
+        return [value for _, value in every]
 
     def _disagreement(
         self, call: str, every: Sequence[Mapping[str, object]]
@@ -83,6 +94,11 @@ class Ranks:
                         "in the same order"
                     )
         return None
+
+
+def is_on_all_ranks(error: Exception) -> bool:
+    """Whether all ranks have raised an error together."""
+    return getattr(error, "_on_all_ranks", False)
 
 
 def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:

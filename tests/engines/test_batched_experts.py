@@ -9,7 +9,7 @@ import torch
 from batched_cases import combine, dispatch, options
 from cases import Spec, same_bits
 from checks import assert_close_to_ref
-from ranks import ON_CPUS, run_two
+from ranks import ON_CPUS, run_ranks
 from vllm_layer import load
 
 from moelora import fused_experts_lora
@@ -99,7 +99,7 @@ def test_arguments_are_refused_by_name():
 )
 def test_two_processes_exchange_tokens_and_adapters(environment):
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
-    lines = run_two(batched_cases.__file__, modules="moelora torch.distributed", **environment)
+    lines = run_ranks(batched_cases.__file__, modules="moelora torch.distributed", **environment)
     assert sorted(line.partition(":")[0] for line in lines) == ["rank 0", "rank 1"]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import whole_models
 from hf_models import tokens, transformers
-from ranks import ON_CPUS, run_two
+from ranks import ON_CPUS, run_cases
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 peft = pytest.importorskip("peft")
@@ -110,9 +110,7 @@ def test_zero_3_is_refused(call):
 
 def run(folder, config, cases):
     modules = MODULES.format(config().model_type)
-    lines = run_two(parallel_cases.__file__, str(folder), *cases, modules=modules, **ON_CPUS)
-    done = [f"rank {rank}: {case}" for rank in range(2) for case in cases]
-    assert sorted(line for line in lines if line.startswith("rank ")) == sorted(done)
+    run_cases(parallel_cases.__file__, str(folder), cases=cases, modules=modules, **ON_CPUS)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def draw(seed, *shape):
 class House:
     """Two layers of experts on a pool, and tenants, which learn targets of their own."""
 
-    def __init__(self, place, *names, max_loras=4, **options):
+    def __init__(self, place, *names, max_loras=4, group=None, **options):
         self.device, self.dtype, factors, self.sparse = place
         options = {"max_rank": R, "dtype": factors, "device": self.device} | options
         self.pool = moelora.AdapterPool(LAYERS, max_loras, w13_slices=1, **options)
-        self.tenants = Tenants(self.pool)
+        self.tenants = Tenants(self.pool, group=group)
         shapes = ((E, 2 * I, K), (E, K, I))
         self.weights = [
             [draw(10 * n + m, *shape).to(self.device, self.dtype) for m, shape in enumerate(shapes)]

@@ -37,7 +37,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """
 
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_encoded(dict(state), "", tensors), indent=1)
+    text = json.dumps(encoded(dict(state), "", tensors), indent=1)
     write_tensors(folder / TENSORS_FILE, tensors)
     (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -79,12 +79,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+def encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON has it; its tensors are added to `tensors`."""
     if isinstance(value, Tensor):
         if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
             parts = dict(zip(("indices", "values"), sparse_parts(value), strict=True))
-            held = {name: _encoded(part, where, tensors) for name, part in parts.items()}
+            held = {name: encoded(part, where, tensors) for name, part in parts.items()}
             return {"$sparse": {**held, "shape": list(value.shape)}}
         if value.layout == torch.strided:
             name = str(len(tensors))
@@ -94,11 +94,11 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
-        items = [_encoded(item, f"{where}[{n}]", tensors) for n, item in enumerate(value)]
+        items = [encoded(item, f"{where}[{n}]", tensors) for n, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         pairs = [
-            (_encoded(k, f"{where}[{k!r}]", tensors), _encoded(v, f"{where}[{k!r}]", tensors))
+            (encoded(k, f"{where}[{k!r}]", tensors), encoded(v, f"{where}[{k!r}]", tensors))
             for k, v in value.items()
         ]
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
@@ -110,7 +110,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _decoded(value: Any, left: dict[str, Tensor]) -> Any:
-    """Inverse of `_encoded`; each tensor is taken from `left` once, so that none takes more memory
+    """Inverse of `encoded`; each tensor is taken from `left` once, so that none takes more memory
     than the file does.
     """
     if isinstance(value, list):

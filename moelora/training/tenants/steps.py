@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from moelora.operators.checks import check_number
 
 Loss: TypeAlias = "Tensor | Callable[[], Tensor]"
 
@@ -42,6 +44,13 @@ def check_loss(name: str, loss: object) -> None:
         raise ValueError(
             f"the loss of {name!r} requires no gradient: do its rows have its adapter?"
         )
+
+
+def check_weights(weights: Mapping[str, float], losses: Mapping[str, Loss]) -> None:
+    for name, weight in weights.items():
+        if name not in losses:
+            raise ValueError(f"weights names {name!r}, which has no loss; there are {list(losses)}")
+        check_number(f"the weight of {name!r}", weight, positive=True)
 
 
 def numbers(scalars: Iterable[Tensor]) -> list[float]:

@@ -181,6 +181,22 @@ class Tenant(Trained):
         """Whether the pool still has the adapter that was added."""
         return self._pool._versions.of_trainer(self.name, self._trainer) is not None
 
+    def is_running(self) -> bool:
+        """Whether it is not stopped; one that has left the pool is stopped."""
+        if self.stopped is None and not self.is_here():
+            self.stop("the pool has removed or replaced its adapter")
+        return self.stopped is None
+
+    def version(self) -> int:
+        """That of the pool."""
+        return self._pool.version(self.name)
+
+    def check_free(self) -> None:
+        """RuntimeError while a batch holds the adapter."""
+        with self._pool._versions.lock:
+            if self.is_here():
+                self._pool._versions.residents.check_free(self.name)
+
     def leave(self) -> None:
         """Free the slot, if it is this tenant's still."""
         with self._pool._versions.lock:

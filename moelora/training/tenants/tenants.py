@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from types import FrameType
@@ -30,8 +31,9 @@ from moelora.training.tenants.arguments import check_arguments
 from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
+from moelora.training.tenants.replicas import Replicas, content
 from moelora.training.tenants.resumed import check_adam, check_resumed, of_tenant
-from moelora.training.tenants.steps import Loss, Step, check_loss
+from moelora.training.tenants.steps import Loss, Step
 from moelora.training.tenants.tenant import (
     Tenant,
     check_state,
@@ -57,17 +59,32 @@ class Tenants:
     pool : AdapterPool
         With `w13_slices=1`, as PEFT stores gate and up, and without `shared_outer`. Its other
         adapters are served as they are. Its tensors of factors require gradients from now on.
+    group : torch.distributed.ProcessGroup, optional
+        Data-parallel ranks that train the same tenants, each with a pool of its own and a replica
+        of the model; a tenant's rows may be on any of them. Absent: this process alone.
 
     Raises
     ------
     ValueError
-        The pool has another layout, or other `Tenants` that are not closed.
+        The pool has another layout, or other `Tenants` that are not closed; this process is not in
+        the group.
+    NotImplementedError
+        The pool is of a tensor- or expert-parallel model.
+    RuntimeError
+        The pools of the ranks differ in layers, ranks or dtypes.
 
     Notes
     -----
     Methods may be called from any thread and wait for one another, but not from a loss or an
     optimizer of a step. What adds, removes or updates a tenant writes to tensors that forwards
     read: a forward whose `step` comes after it has to be repeated, as `step` then says.
+
+    With a group all ranks construct `Tenants`, and call `add`, `remove`, `step` and `save`, in the
+    same order. These succeed on all or on none: if one rank fails, it raises what it would alone,
+    and the others RuntimeError; if ranks differ in tenants, versions, factors or settings, all
+    raise RuntimeError before anything changes. What ends one process, such as KeyboardInterrupt,
+    ends the others by the group's timeout. Factors and optimizers stay equal bit for bit on all
+    ranks, and a tenant's bits do not depend on other tenants.
 
     Examples
     --------
@@ -87,7 +104,22 @@ class Tenants:
     (True, False)
     """
 
-    def __init__(self, pool: AdapterPool) -> None:
+    def __init__(
+        self, pool: AdapterPool, *, group: torch.distributed.ProcessGroup | None = None
+    ) -> None:
+        self._replicas = None
+        if group is None:
+            self._open(pool)
+            return
+        self._replicas = Replicas(group)
+        try:
+            self._replicas.together("Tenants", lambda: self._open(pool), lambda _: _shapes(pool))
+        except BaseException:
+            if _TRAINED.get(id(pool)) is self:
+                self.close()
+            raise
+
+    def _open(self, pool: AdapterPool) -> None:
         if not isinstance(pool, AdapterPool):
             raise ValueError(f"pool is a {type(pool).__name__}, wanted an AdapterPool")
         if pool.shared_outer:
@@ -98,11 +130,11 @@ class Tenants:
                     f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
                     "pass w13_slices=1 to AdapterPool or load_adapters"
                 )
-        if pool.shards:
+        if pool.shards or pool.ranks is not None:
             raise NotImplementedError(
-                f"the pool holds a part of {next(iter(pool.shards))}: Tenants does not train "
-                "factors of tensor- or expert-parallel models; train with PEFT and "
-                "moelora.integrations.peft.attach"
+                f"the pool holds a part of {[*pool.shards, *pool.layers][0]}: Tenants does not "
+                "train factors of tensor- or expert-parallel models; train with PEFT and "
+                "moelora.integrations.peft.attach, or a replica of the model on each rank"
             )
         if id(pool) in _TRAINED:
             raise ValueError("the pool has other Tenants already: use those, or close them before")
@@ -150,7 +182,8 @@ class Tenants:
             initializes, A uniform within 1 / sqrt(in) (of an embedding 0) and B 0 (normal).
         rank, alpha, targets, generator
             Of a new adapter: its rank, its alpha (absent: twice the rank), the layers of the pool
-            that it has factors of, by name or the end of it (absent: all), and what draws A.
+            that it has factors of, by name or the end of it (absent: all), and what draws A. In a
+            group the first rank's generator draws, and it alone advances.
         resume : bool
             Restore what `save` wrote beside the adapter: the optimizer with its learning rate,
             accumulated gradients, and `accumulation` and `max_norm` unless they are passed.
@@ -181,82 +214,98 @@ class Tenants:
             A checkpoint is refused as by `AdapterPool.add`, or an argument is not as above; or what
             is resumed has another shape, dtype or range than this tenant's.
         RuntimeError
-            The pool is full, or `close` has been called.
+            The pool is full, or `close` has been called; or ranks of the group differ in the
+            checkpoint, the state that is resumed, or arguments.
 
         Notes
         -----
         What is refused leaves the pool as it was, unless `optimizer` raises or makes something
         else: its parameters are in the slot, for which another adapter may have been evicted.
         """
-        self._check_open(name)
-        check_arguments(
-            rank=rank,
-            alpha=alpha,
-            targets=targets,
-            lr=lr,
-            weight_decay=weight_decay,
-            optimizer=optimizer,
-            sparse=sparse,
-            accumulation=accumulation,
-            max_norm=max_norm,
-        )
-        if sparse:
-            warn_silently()  # also of gradients in a folder
-        if resume and not isinstance(source, (str, Path)):
-            raise ValueError("resume=True needs the folder that save wrote")
+        self._check_outside("add")
+
+        def check() -> None:
+            self._check_open(name)
+            check_arguments(
+                rank=rank,
+                alpha=alpha,
+                targets=targets,
+                lr=lr,
+                weight_decay=weight_decay,
+                optimizer=optimizer,
+                sparse=sparse,
+                accumulation=accumulation,
+                max_norm=max_norm,
+            )
+            if sparse:
+                warn_silently()  # also of gradients in a folder
+            if resume and not isinstance(source, (str, Path)):
+                raise ValueError("resume=True needs the folder that save wrote")
 
         def read(source: Any) -> tuple[dict[str, Any] | None, Adapter]:
             with of_tenant(name):
                 saved = read_state(source) if resume else None
             return saved, self.pool.read(name, source, config=config, layout=layout)
 
-        saved = None
-        if source is None:
-            adapter = new_adapter(self.pool, rank, alpha, targets, generator)
-        else:
-            if isinstance(source, (str, Path)):
-                saved, adapter = reading(Path(source), read)
+        def begin(draws: torch.Generator | None) -> Tenant:
+            saved = None
+            if source is None:
+                adapter = new_adapter(self.pool, rank, alpha, targets, draws)
             else:
-                saved, adapter = read(source)
-            layers = self.pool.layers
-            experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
-            adapter = Adapter(experts, adapter.linears)
-        if saved is not None:
-            with of_tenant(name):
-                check_state(saved, self.pool, adapter)
-                check_resumed(saved)
-                if optimizer is None:
-                    none = [torch.zeros(0, device="cpu")]
-                    check_adam(
-                        saved,
-                        make_optimizer(none, None, sparse=sparse, lr=lr, weight_decay=weight_decay),
-                    )
-        self._check_outside("add")
+                if isinstance(source, (str, Path)):
+                    saved, adapter = reading(Path(source), read)
+                else:
+                    saved, adapter = read(source)
+                layers = self.pool.layers
+                experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
+                adapter = Adapter(experts, adapter.linears)
+            make = partial(make_optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay)
+            if saved is not None:
+                with of_tenant(name):
+                    check_state(saved, self.pool, adapter)
+                    check_resumed(saved)
+                    if optimizer is None:
+                        check_adam(saved, make([torch.zeros(0, device="cpu")], None))
+            with self._lock:
+                self._recover()
+                self._check_open(name)
+                trainer = object()
+                try:
+                    self.pool._add(name, adapter, trainer=trainer)
+                    tenant = Tenant(name, self.pool, adapter, trainer)
+                    tenant.optimizer = make(tenant.parameters(), optimizer)
+                    if saved is not None:
+                        with of_tenant(name):
+                            tenant.restore(saved)
+                    if accumulation is not None:
+                        tenant.accumulation = accumulation
+                    if max_norm is not None:
+                        tenant.max_norm = max_norm
+                except BaseException:
+                    with self.pool._versions.lock:
+                        if self.pool._versions.of_trainer(name, trainer) is not None:
+                            self.pool.remove(name)
+                    raise
+                self._tenants[name] = tenant
+                self._choose_gradients()
+                return tenant
+
+        if self._replicas is None:
+            check()
+            return begin(generator)
+        facts: dict[str, object] = {"source": "absent" if source is None else "a checkpoint"}
+        if source is None:
+            facts |= {"rank": rank, "alpha": alpha, "targets": targets}
         with self._lock:
-            self._recover()
-            self._check_open(name)
-            trainer = object()
+            before = self._tenants.get(name)
             try:
-                self.pool._add(name, adapter, trainer=trainer)
-                tenant = Tenant(name, self.pool, adapter, trainer)
-                tenant.optimizer = make_optimizer(
-                    tenant.parameters(), optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay
+                return self._replicas.add(
+                    f"add of tenant {name!r}", check, facts, generator, begin, resume
                 )
-                if saved is not None:
-                    with of_tenant(name):
-                        tenant.restore(saved)
-                if accumulation is not None:
-                    tenant.accumulation = accumulation
-                if max_norm is not None:
-                    tenant.max_norm = max_norm
             except BaseException:
-                with self.pool._versions.lock:
-                    if self.pool._versions.of_trainer(name, trainer) is not None:
-                        self.pool.remove(name)
+                if name in self._tenants and self._tenants[name] is not before:
+                    self._remove(self._tenants[name])
                 raise
-            self._tenants[name] = tenant
-            self._choose_gradients()
-            return tenant
 
     def _check_open(self, name: str) -> None:
         if _TRAINED.get(id(self.pool)) is not self:
@@ -294,14 +343,23 @@ class Tenants:
         set_sparse(self._stacks, any(tenant.is_sparse() for tenant in self._tenants.values()))
 
     def remove(self, name: str) -> None:
-        """End the training of an adapter and free its slot. Save it before. KeyError without it."""
+        """End the training of an adapter and free its slot. Save it before.
+
+        KeyError if there is no such tenant, RuntimeError while a batch holds it; in a group, on all
+        ranks, and no rank removes it.
+        """
         self._check_outside("remove")
         with self._lock:
             self._recover()
-            tenant = self[name]
-            tenant.leave()
-            del self._tenants[name]
-            self._choose_gradients()
+            if self._replicas is not None:
+                call = f"remove of tenant {name!r}"
+                self._replicas.together(call, self[name].check_free, lambda _: {})
+            self._remove(self[name])
+
+    def _remove(self, tenant: Tenant) -> None:
+        tenant.leave()
+        del self._tenants[tenant.name]
+        self._choose_gradients()
 
     def __getitem__(self, name: str) -> Tenant:
         if name not in self._tenants:
@@ -320,7 +378,10 @@ class Tenants:
         return [name for name, tenant in self._tenants.items() if tenant.stopped is None]
 
     def close(self) -> None:
-        """End all training, as when the object is collected; the pool serves the adapters."""
+        """End all training, as when the object is collected; the pool serves the adapters.
+
+        In a group, each rank by itself.
+        """
         self._check_outside("close")
         with self._lock:
             self._recover()
@@ -332,7 +393,9 @@ class Tenants:
 
     # -- a step --
 
-    def step(self, losses: Mapping[str, Loss]) -> dict[str, Step]:
+    def step(
+        self, losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None
+    ) -> dict[str, Step]:
         """Backward of all losses at once, then an update of each tenant that is due.
 
         Parameters
@@ -342,15 +405,20 @@ class Tenants:
             computes it, whose exceptions stop only that tenant. Losses of stopped tenants are not
             looked at, so that a loop need not know who is. One that depends on rows of other
             tenants, as a router's auxiliary loss of the whole batch does, changes their gradients.
+            In a group, of the tenants that have rows on this rank: none is a step, too.
+        weights : mapping, optional
+            In a group, tenant -> what its loss counts on this rank, such as the number of tokens
+            that it is a mean of; absent, 1. The loss of the step is the weighted mean over the
+            ranks that have one.
 
         Returns
         -------
         dict
-            Tenant -> what happened to it. A loss, a gradient or an update that is not finite (in
-            the dtype of the pool), an exception of the loss function or of the optimizer, or a
-            slot that the pool has given to others stop the tenant: its factors stay as they were
-            before this step, its rows are those of the base model from now on, and no other
-            tenant's bits change.
+            Tenant -> what happened to it, in a group the same on all ranks. A loss, a gradient or
+            an update that is not finite (in the dtype of the pool), an exception of the loss
+            function or of the optimizer, or a slot that the pool has given to others stop the
+            tenant: its factors stay as they were before this step, its rows are those of the base
+            model from now on, and no other tenant's bits change.
 
         Raises
         ------
@@ -358,7 +426,7 @@ class Tenants:
             There is no such tenant.
         ValueError
             `losses` is no mapping; a loss is no real tensor of one element and no function, or
-            requires no gradient.
+            requires no gradient; a weight is not above 0, or of a tenant without a loss.
         RuntimeError
             The backward raised, grad mode is `torch.inference_mode`, or a loss calls `step`. If the
             part of the graph that belongs to one loss raised, its tenant is named and stopped; the
@@ -382,34 +450,26 @@ class Tenants:
 
         Gradients that a backward outside of `step` has left in the pool's tensors are dropped.
 
+        In a group, each call exchanges gradients, also of batches that are only accumulated: those
+        of the experts that the rows of a tenant have reached on any rank, in the dtype of the pool.
+        They are summed in float32, in the order of the ranks.
+
         Waits for the device three times: for the losses, for the norms of the tenants that are
         due, and for whether their updates are finite. With sparse gradients it waits once more,
         and the backward of each layer waits for its forward. Works under `torch.no_grad`, with
         losses that require gradients.
         """
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "step is called under torch.inference_mode, which records no gradients: leave it, "
-                "in the forward as well"
-            )
-        if not isinstance(losses, Mapping):
-            kind = type(losses).__name__
-            raise ValueError(f"losses is a {kind}, wanted a mapping of tenants to their losses")
         self._check_outside("step")
         with self._lock:
             self._recover()
-            tenants = {name: self[name] for name in losses}
-            for name, loss in losses.items():
-                if tenants[name].stopped is None and not callable(loss):
-                    check_loss(name, loss)
             try:
                 self._unsettled = True
-                return self._step(tenants, losses)
+                return self._step(losses, {} if weights is None else weights)
             finally:
                 self._recover()
 
-    def _step(self, tenants: Mapping[str, Tenant], losses: Mapping[str, Loss]) -> dict[str, Step]:
-        return step(self.pool, self._stacks, tenants, losses)
+    def _step(self, losses: Mapping[str, Loss], weights: Mapping[str, float]) -> dict[str, Step]:
+        return step(self.pool, self._stacks, self._tenants, losses, weights, self._replicas)
 
     def _finish(self, stopped: Sequence[Tenant]) -> None:
         """Drop the gradients of tenants that were stopped, and disable them."""
@@ -438,7 +498,8 @@ class Tenants:
             The tenant. One that is stopped has the factors of before it went wrong and no
             accumulated gradients; the moments of its optimizer may include the last batch.
         folder : path
-            PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read.
+            PEFT's two files go there, float32, which PEFT, `load_adapters` and engines read. In a
+            group the first rank writes them, to its folder.
         optimizer : bool
             Write `training.json` and `training.safetensors` as well, for `add(..., resume=True)`;
             without it, old ones are removed.
@@ -450,7 +511,8 @@ class Tenants:
         KeyError
             There is no such tenant.
         RuntimeError
-            The pool has removed or replaced the adapter: its factors are gone.
+            The pool has removed or replaced the adapter: its factors are gone; or ranks of the
+            group differ in its factors, or in the state of an optimizer that is to be saved.
         ValueError
             The state of the optimizer has a value of a type that the files cannot hold, or the
             folder has the current one in it.
@@ -463,14 +525,42 @@ class Tenants:
         one. What else it has, such as README.md, stays.
         """
         self._check_outside("save")
-        with self._lock:
+
+        def read() -> tuple[Adapter, dict[str, Any] | None]:
             self._recover()
             tenant = self[name]
-            adapter, state = tenant.adapter(), tenant.state() if optimizer else None
-        with replacing(folder, (*FILES, *STATE_FILES)) as new:
-            write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
-            if state is not None:
-                write_state(new, state)
+            return tenant.adapter(), tenant.state() if optimizer else None
+
+        def write_folder(adapter: Adapter, state: dict[str, Any] | None) -> None:
+            with replacing(folder, (*FILES, *STATE_FILES)) as new:
+                write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
+                if state is not None:
+                    write_state(new, state)
+
+        if self._replicas is None:
+            with self._lock:
+                found = read()
+            write_folder(*found)
+            return
+        call, is_first = f"save of tenant {name!r}", self._replicas.is_first
+        with self._lock:
+            found = self._replicas.together(call, read, lambda both: content(self[name], *both))
+            self._replicas.together(
+                call, lambda: write_folder(*found) if is_first else None, lambda _: {}
+            )
+
+
+def _shapes(pool: AdapterPool) -> dict[str, object]:
+    """What ranks compare of their pools."""
+    shapes: dict[str, object] = {
+        f"shape and dtype of {side} of {'.'.join(filter(None, place))}": (
+            tuple(stack.shape[1:]),
+            str(stack.dtype),
+        )
+        for place, pair in stacks_of(pool).items()
+        for side, stack in zip("AB", pair, strict=True)
+    }
+    return {"the set of layers": [*pool.layers, *pool.linears], **shapes}
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:

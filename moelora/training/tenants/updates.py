@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,10 @@ from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.branches import Branches
 from moelora.training.tenants.factors import collect
+from moelora.training.tenants.replicas import Replicas
 from moelora.training.tenants.rows import Rows, is_sparse
-from moelora.training.tenants.steps import Loss, Step, check_loss, named, numbers
+from moelora.training.tenants.steps import Loss, Step, check_loss, check_weights, named, numbers
 from moelora.training.tenants.tenant import Progress, Tenant
-
-REPLACED = "the pool has removed or replaced its adapter"
 
 
 def step(
@@ -28,19 +28,69 @@ def step(
     stacks: Sequence[Tensor],
     tenants: Mapping[str, Tenant],
     losses: Mapping[str, Loss],
+    weights: Mapping[str, float],
+    replicas: Replicas | None,
 ) -> dict[str, Step]:
     """A backward of all losses, an update of each tenant that is due, and what happened to each.
 
-    Tenants that are stopped keep what they had; updates of the others are current all at once.
+    Tenants that are stopped keep what they had; updates of the others are current all at once. With
+    `replicas`, a step of the losses of all ranks.
     """
-    tenants = {name: tenant for name, tenant in tenants.items() if tenant.stopped is None}
-    steps = {name: Step(None) for name in tenants}
-    for tenant in tenants.values():
-        if not tenant.is_here():
-            tenant.stop(REPLACED)
-    running = {name: tenant for name, tenant in tenants.items() if tenant.stopped is None}
-    next_due = [name for name, one in running.items() if one.pending + 1 >= one.accumulation]
-    pool._versions.check_next(next_due, running)
+    begin = partial(_begin, pool, tenants, losses, weights)
+    if replicas is None:
+        values, means = begin()
+        shares = dict.fromkeys(means, 1.0)
+    else:
+        values, means, shares = replicas.begin(tenants, weights, begin)
+    steps = {name: Step(mean) for name, mean in means.items()}
+    alive = [tenants[name] for name in means if tenants[name].stopped is None]
+    after = _accumulate(pool, stacks, alive, values, shares, replicas)
+    due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
+    for tenant, norm in zip(due, _take_gradients(due, after), strict=True):
+        steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
+        if not math.isfinite(norm):
+            tenant.stop(f"the norm of its gradients is {norm}")
+        else:
+            _update(tenant, norm)
+    updated = [tenant for tenant in due if tenant.stopped is None]
+    _check_finite(updated)
+    after |= {tenant: tenant.after_update() for tenant in updated}
+    norms = {tenant.name: steps[tenant.name].norm for tenant in due}
+    for name in _publish(pool, updated, after, norms, replicas):
+        steps[name] = steps[name]._replace(updated=True)
+    for name, done in steps.items():
+        if tenants[name].stopped is not None:
+            steps[name] = done._replace(stopped=tenants[name].stopped)
+    return steps
+
+
+def _begin(
+    pool: AdapterPool,
+    tenants: Mapping[str, Tenant],
+    losses: Mapping[str, Loss],
+    weights: Mapping[str, float],
+) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+    """The losses of tenants that run, and the numbers that these are; None: the loss raised.
+
+    Stops tenants whose loss raised or is not finite.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "step is called under torch.inference_mode, which records no gradients: leave it, "
+            "in the forward as well"
+        )
+    if not isinstance(losses, Mapping):
+        kind = type(losses).__name__
+        raise ValueError(f"losses is a {kind}, wanted a mapping of tenants to their losses")
+    for name, loss in losses.items():
+        if name not in tenants:
+            raise KeyError(f"no tenant {name!r}; there are {sorted(tenants)}")
+        if tenants[name].stopped is None and not callable(loss):
+            check_loss(name, loss)
+    check_weights(weights, losses)
+    found: dict[str, float | None] = {n: None for n in losses if tenants[n].stopped is None}
+    running = {name: tenants[name] for name in found if tenants[name].is_running()}
+    _check_slots(pool, running.values())
     values: dict[str, Tensor] = {}
     for name, tenant in running.items():
         loss = losses[name]
@@ -54,63 +104,77 @@ def step(
                 continue
         values[name] = loss
     for name, number in zip(values, numbers(values.values()), strict=True):
-        steps[name] = Step(number)
+        found[name] = number
         if not math.isfinite(number):
             tenants[name].stop(f"its loss is {number}")
-    alive = {tenants[name]: loss for name, loss in values.items() if not tenants[name].stopped}
-    after = _accumulate(stacks, alive)
-    due = [tenant for tenant in after if after[tenant].pending >= tenant.accumulation]
-    for tenant, norm in zip(due, _take_gradients(due, after), strict=True):
-        steps[tenant.name] = steps[tenant.name]._replace(norm=norm)
-        if not math.isfinite(norm):
-            tenant.stop(f"the norm of its gradients is {norm}")
-        else:
-            _update(tenant, norm)
-    updated = [tenant for tenant in due if tenant.stopped is None]
-    _check_finite(updated)
-    after |= {tenant: tenant.after_update() for tenant in updated}
-    for name in _publish(pool, updated, after):
-        steps[name] = steps[name]._replace(updated=True)
-    for name, done in steps.items():
-        if tenants[name].stopped is not None:
-            steps[name] = done._replace(stopped=tenants[name].stopped)
-    return steps
+    return values, found
+
+
+def _check_slots(pool: AdapterPool, running: Collection[Tenant]) -> None:
+    """NoSlot unless there are slots for the next versions of tenants that the step makes due."""
+    next_due = [one.name for one in running if one.pending + 1 >= one.accumulation]
+    pool._versions.check_next(next_due, [one.name for one in running])
 
 
 def _publish(
-    pool: AdapterPool, updated: Sequence[Tenant], after: Mapping[Tenant, Progress]
+    pool: AdapterPool,
+    updated: Sequence[Tenant],
+    after: Mapping[Tenant, Progress],
+    norms: Mapping[str, float | None],
+    replicas: Replicas | None,
 ) -> list[str]:
     """Let what follows the step be current, of all tenants at once, and write it to the slots;
     returns whose updates these are."""
     versions, change = pool._versions, Change()
-    with versions.lock:
-        for tenant in updated:
-            if tenant.stopped is None and not tenant.is_here():
-                tenant.stop(REPLACED)
-        published = [tenant for tenant in updated if tenant.stopped is None]
-        writers = {tenant.name: tenant.writer(after[tenant]) for tenant in published}
+
+    def stage() -> None:
+        running = [tenant for tenant in updated if tenant.is_running()]
+        writers = {tenant.name: tenant.writer(after[tenant]) for tenant in running}
         versions.stage(change, writers, [tenant.name for tenant in after])
+
+    with versions.lock:
+        if replicas is None:
+            stage()
+        else:
+            replicas.publish({tenant.name: tenant for tenant in after}, norms, stage)
+            for tenant in updated:
+                if tenant.stopped is not None:
+                    versions.settle(tenant.name)  # what is staged and not current is dropped
         for tenant, progress in after.items():
             if tenant.stopped is None:
                 tenant.stage(change, progress)
         change.done = True
-        for tenant in published:
-            versions.settle(tenant.name)
-    return [tenant.name for tenant in published]
+        published = [tenant.name for tenant in updated if tenant.stopped is None]
+        for name in published:
+            versions.settle(name)
+    return published
 
 
 def _accumulate(
-    stacks: Sequence[Tensor], losses: Mapping[Tenant, Tensor]
+    pool: AdapterPool,
+    stacks: Sequence[Tensor],
+    tenants: Sequence[Tenant],
+    losses: Mapping[str, Tensor],
+    shares: Mapping[str, float],
+    replicas: Replicas | None,
 ) -> dict[Tenant, Progress]:
     """Backward; returns what is accumulated of each tenant with it."""
     for stack in stacks:
         stack.grad = None  # of backwards outside of a step
-    if not losses:
+    if not tenants:
         return {}
-    _backward(losses)
-    rows = iter(collect(stacks, [factor for tenant in losses for factor in tenant.factors()]))
+
+    def gradients() -> list[Rows | None]:
+        if replicas is not None:
+            _check_slots(pool, tenants)  # of tenants of other ranks, too
+        here = [tenant for tenant in tenants if tenant.name in losses]
+        if here:
+            _backward({tenant: losses[tenant.name] for tenant in here}, shares)
+        return collect(stacks, [factor for tenant in tenants for factor in tenant.factors()])
+
+    rows = iter(gradients() if replicas is None else replicas.add_up(tenants, gradients))
     after = {}
-    for tenant in losses:
+    for tenant in tenants:
         now = tenant.current
         last = now.pending + 1 >= tenant.accumulation
         held = tuple(_plus(held, next(rows), last) for held in now.held)
@@ -118,15 +182,16 @@ def _accumulate(
     return after
 
 
-def _backward(losses: Mapping[Tenant, Tensor]) -> None:
-    """Of the sum of losses, each divided by its tenant's number of batches."""
+def _backward(losses: Mapping[Tenant, Tensor], shares: Mapping[str, float]) -> None:
+    """Of the sum of losses, each divided by its tenant's number of batches and times its share."""
     device = next(iter(losses.values())).device
     by_name = {tenant.name: loss for tenant, loss in losses.items()}
     branches = Branches(by_name if len(losses) > 1 else {})
     try:
         with torch.enable_grad():  # the caller may be under no_grad
             each = [
-                loss.reshape(()).to(device, torch.float32) / tenant.accumulation
+                loss.reshape(()).to(device, torch.float32)
+                / (tenant.accumulation / shares[tenant.name])
                 for tenant, loss in losses.items()
             ]
             torch.stack(each).sum().backward()  # type: ignore[no-untyped-call] # of torch
