@@ -1,7 +1,8 @@
-"""Models that two processes share, by tensors and by experts, compute what one process does."""
+"""Models that processes share, by tensors and by experts, compute what one process does."""
 
 import hf_models
 import pytest
+import small_models
 import torch
 import torch.distributed.checkpoint as dcp
 import whole_models
@@ -49,7 +50,7 @@ def write_trained(config, folder):
     model.save_pretrained(folder / "model")
     hf_models.save_adapter(model, folder / "start", 1, target_modules=["q_proj", "o_proj"])
     model = peft.PeftModel.from_pretrained(model, folder / "start", is_trainable=True).train()
-    ids = tokens(4)
+    ids = tokens(8)  # two of each of four processes
     optimizer = adamw(model)
     gradients = parallel_cases.step_on(model, optimizer, ids)
     torch.save({"ids": ids, "gradients": gradients}, folder / "trained")
@@ -65,23 +66,29 @@ def adamw(model):
     return torch.optim.AdamW(factors, lr=1e-2, foreach=False)
 
 
+def eight():
+    """Experts for each of four processes."""
+    return small_models.config("qwen3_moe", num_experts=8)
+
+
 @pytest.mark.parametrize(
-    ("config", "modes"),
+    ("processes", "config", "modes"),
     [
-        pytest.param(whole_models.qwen3, [*parallel_cases.TRAINED, "ddp"], id="qwen3"),
-        pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+        pytest.param(2, whole_models.qwen3, [*parallel_cases.TRAINED, "ddp"], id="qwen3"),
+        pytest.param(2, whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+        pytest.param(4, eight, [*parallel_cases.FOUR, "ddp"], id="four processes"),
     ],
 )
-def test_two_processes_train_as_one(tmp_path, config, modes):
+def test_processes_train_as_one(tmp_path, processes, config, modes):
     """They resume what one has saved by torch.distributed.checkpoint, and one what they have."""
     expected = dict(write_trained(config, tmp_path).named_parameters())
-    run(tmp_path, config, [f"train {mode}" for mode in modes])
+    run(tmp_path, processes, config, [f"train {mode}" for mode in modes])
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model = peft.PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True).train()
     optimizer = adamw(model)
     ids = torch.load(tmp_path / "trained")["ids"]
     for mode in modes:
-        parallel_cases.resume(model, optimizer, tmp_path / f"state of two, {mode}")
+        parallel_cases.resume(model, optimizer, tmp_path / f"state of all, {mode}")
         parallel_cases.step_on(model, optimizer, ids)
         for name, factor in model.named_parameters():
             parallel_cases.close(factor.detach(), expected[name].detach(), name, 1e-3)
@@ -108,21 +115,23 @@ def test_zero_3_is_refused(call):
     assert call == "a step" or not hasattr(model, "_moelora")
 
 
-def run(folder, config, cases):
+def run(folder, processes, config, cases):
     modules = MODULES.format(config().model_type)
-    run_cases(parallel_cases.__file__, str(folder), cases=cases, modules=modules, **ON_CPUS)
+    options = {"cases": cases, "modules": modules, "processes": processes}
+    run_cases(parallel_cases.__file__, str(folder), **options, **ON_CPUS)
 
 
 @pytest.mark.parametrize(
-    ("config", "cases"),
+    ("processes", "config", "cases"),
     [
         pytest.param(
-            whole_models.qwen3, [*parallel_cases.MODES, "disagree", "refused"], id="qwen3"
+            2, whole_models.qwen3, [*parallel_cases.MODES, "disagree", "refused"], id="qwen3"
         ),
-        pytest.param(whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
-        pytest.param(whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+        pytest.param(2, whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
+        pytest.param(2, whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
+        pytest.param(4, eight, [*parallel_cases.FOUR], id="four processes"),
     ],
 )
-def test_two_processes_serve_as_one(tmp_path, config, cases):
+def test_processes_serve_as_one(tmp_path, processes, config, cases):
     write(config, tmp_path)
-    run(tmp_path, config, cases)
+    run(tmp_path, processes, config, cases)

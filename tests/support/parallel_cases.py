@@ -1,8 +1,8 @@
-"""What both processes of tests/huggingface/test_sharded_models.py run.
+"""What the processes of tests/huggingface/test_sharded_models.py run.
 
     parallel_cases.py FOLDER CASE ...
 
-A case is "disagree" or "refused"; or a mode, in which adapters are served; or "train " and a mode.
+A case is "disagree" or "refused"; or a mode, of two processes or of four, in which adapters are served; or "train " and a mode.
 FOLDER has a model, adapters, and what one process computes.
 """
 
@@ -39,12 +39,22 @@ MODES = {
     "ep of two batches": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
 }
 TRAINED = MODES | {"fsdp of two batches": {"distributed_config": DistributedConfig(fsdp_size=2)}}
+# Of four processes, which have two batches.
+FOUR = {
+    name: {"distributed_config": DistributedConfig(tp_size=2, **sizes)}
+    for name, sizes in {
+        "fsdp and tp": {"fsdp_size": 2},
+        "replicas of tp and ep": {"dp_replicate_size": 2, "ep_size": 2},
+        "fsdp, tp and ep": {"fsdp_size": 2, "ep_size": 2},
+        "ep of all": {"fsdp_size": 2, "ep_size": 4},
+    }.items()
+}
 ROWS = ["a", None, "b", "a", "b", None]
 
 
 def load(folder: Path, mode: str, **more: Any) -> Any:
     more = {"attn_implementation": "eager", "dtype": torch.float32} | more
-    options = TRAINED.get(mode, {}) | more
+    options = (TRAINED | FOUR).get(mode, {}) | more
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "model", **options).eval()
 
 
@@ -55,10 +65,11 @@ def close(got: torch.Tensor, expected: torch.Tensor, name: str = "", most: float
 
 def mine(mode: str, values: Any) -> Any:
     """The rows of this process's batch."""
-    if mode != "ddp" and not mode.endswith("of two batches"):
+    if mode in ("tp", "tp and ep"):
         return values
-    half = len(values) // 2
-    return values[:half] if dist.get_rank() == 0 else values[half:]
+    share = 2 if mode in FOUR else 1  # ranks that have the same batch
+    count = len(values) // (dist.get_world_size() // share)
+    return values[count * (dist.get_rank() // share) :][:count]
 
 
 @torch.no_grad()
@@ -73,7 +84,7 @@ def serve(folder: Path, mode: str) -> None:
     assert pool.add("b", folder / "b") == 1
     close(model(ids, adapter_names=rows).logits, mine(mode, expected["mixed"]))
     close(model(ids).logits, mine(mode, expected["base"]))
-    if mode != "ep of two batches":  # whose processes end at different lengths
+    if mode in ("tp", "tp and ep"):  # others end at different lengths
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".experts." not in name)
         with torch.enable_grad():  # transformers then has DTensors in linear layers
@@ -87,8 +98,10 @@ def serve(folder: Path, mode: str) -> None:
             generate_batch(model, ids, rows, got)
     held = pool.describe()
     experts = [text for name, text in held.items() if name.endswith("experts")]
-    axis = "intermediate" if mode == "tp" else "experts"
-    assert all(text.startswith(f"{axis}, part {dist.get_rank() + 1} of 2: ") for text in experts)
+    axis = "intermediate" if mode in ("tp", "fsdp and tp") else "experts"
+    size = 4 if mode == "ep of all" else 2
+    part = f"{axis}, part {dist.get_rank() % size + 1} of {size}: "
+    assert experts and all(text.startswith(part) for text in experts), experts
     bytes_of_one = torch.load(folder / "bytes")
     assert pool.memory_bytes() < bytes_of_one
     pool.remove("a")
@@ -212,7 +225,7 @@ def train(folder: Path, mode: str) -> None:
     factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():  # as of processes that make an adapter with seeds of their own
         for name, factor in factors.items():
-            if ".experts." in name and dist.get_rank() == 1 and mode != "ddp":
+            if ".experts." in name and dist.get_rank() > 0 and mode != "ddp":
                 factor.zero_()
     moelora_peft.attach(model.train())
     called = DistributedDataParallel(model) if mode == "ddp" else model
@@ -224,17 +237,18 @@ def train(folder: Path, mode: str) -> None:
             for name, grad in grads.items():
                 close(grad, expected["gradients"][name], name)
         for name, factor in factors.items():  # equal bit for bit
-            both = [torch.empty_like(gathered(factor.detach())) for _ in range(2)]
-            dist.all_gather(both, gathered(factor.detach()).contiguous())
-            assert torch.equal(*both), name
-    dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"state of two, {mode}")
+            whole = gathered(factor.detach()).contiguous()
+            every = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, whole)
+            assert all(torch.equal(whole, other) for other in every), name
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"state of all, {mode}")
     stepped = {name: gathered(factor.detach()).clone() for name, factor in factors.items()}
     resume(model, optimizer, folder / "state of one")  # of before the second step
     assert not all(torch.equal(gathered(f.detach()), stepped[n]) for n, f in factors.items())
     step_on(called, optimizer, ids)
     for name, factor in factors.items():
         close(gathered(factor.detach()), stepped[name], name, 1e-3)
-    out = folder / f"trained by two, {mode}"
+    out = folder / f"trained by all, {mode}"
     model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
     dist.barrier()
     saved, of_one = (load_file(f / "adapter_model.safetensors") for f in (out, folder / "one"))

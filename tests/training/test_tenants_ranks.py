@@ -4,13 +4,14 @@ import pytest
 import tenant_ranks
 from conftest import on_gpu
 from ranks import ON_CPUS, run_cases
+from tenant_house import FLOAT32, House
 
 MODULES = "moelora.training torch.distributed pytest"
 
 
 @pytest.mark.parametrize(
     ("processes", "cases"),
-    [(2, ["train", "resume", "stop", "disagree"]), (4, ["train", "stop"])],
+    [(2, ["train", "resume", "stop", "disagree"]), (4, ["train"])],
     ids=["2", "4"],
 )
 @pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
@@ -25,3 +26,9 @@ def test_ranks_train_as_one_process(tmp_path, device, processes, cases):
         processes=processes,
         **environment,
     )
+
+
+@pytest.mark.parametrize("group", ["world", 2, -100])
+def test_a_group_without_this_process_is_refused(group):
+    with pytest.raises(ValueError, match=f"group is '?{group}.*of which this process is a rank"):
+        House(FLOAT32, group=group)

@@ -40,6 +40,12 @@ class Replicas:
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
+        kind = getattr(distributed, "ProcessGroup", ())  # not in every build of torch
+        if not isinstance(group, kind) or distributed.get_rank(group) < 0:
+            raise ValueError(
+                f"group is {group!r:.80}, wanted a torch.distributed.ProcessGroup of which this "
+                "process is a rank, such as torch.distributed.group.WORLD"
+            )
         self._group = group
         ranks: list[int] = distributed.get_process_group_ranks(group)
         self._ranks = Ranks(ranks)
@@ -202,7 +208,7 @@ class Replicas:
         for other in others:
             total = total + other
         part = total.to(values.dtype)
-        distributed.all_gather_into_tensor(_bytes(sent), _bytes(part), group=self._group)
+        distributed.all_gather([*_bytes(sent).view(size, -1)], _bytes(part), group=self._group)
         return sent[:mine]
 
 

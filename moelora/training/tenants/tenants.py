@@ -560,7 +560,12 @@ def _shapes(pool: AdapterPool) -> dict[str, object]:
         for place, pair in stacks_of(pool).items()
         for side, stack in zip("AB", pair, strict=True)
     }
-    return {"the set of layers": [*pool.layers, *pool.linears], **shapes}
+    return {
+        "the set of layers": [*pool.layers, *pool.linears],
+        "max_rank": pool.max_rank,
+        "max_linear_rank": pool.max_linear_rank,
+        **shapes,
+    }
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:

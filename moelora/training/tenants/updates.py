@@ -167,9 +167,9 @@ def _accumulate(
     def gradients() -> list[Rows | None]:
         if replicas is not None:
             _check_slots(pool, tenants)  # of tenants of other ranks, too
-        here = [tenant for tenant in tenants if tenant.name in losses]
+        here = {tenant: losses[tenant.name] for tenant in tenants if tenant.name in losses}
         if here:
-            _backward({tenant: losses[tenant.name] for tenant in here}, shares)
+            _backward(here, shares, is_watched=len(tenants) > 1)
         return collect(stacks, [factor for tenant in tenants for factor in tenant.factors()])
 
     rows = iter(gradients() if replicas is None else replicas.add_up(tenants, gradients))
@@ -182,11 +182,16 @@ def _accumulate(
     return after
 
 
-def _backward(losses: Mapping[Tenant, Tensor], shares: Mapping[str, float]) -> None:
-    """Of the sum of losses, each divided by its tenant's number of batches and times its share."""
+def _backward(
+    losses: Mapping[Tenant, Tensor], shares: Mapping[str, float], is_watched: bool
+) -> None:
+    """Of the sum of losses, each divided by its tenant's number of batches and times its share.
+
+    `is_watched`: a tenant is stopped if the part of the graph fails that belongs to its loss alone.
+    """
     device = next(iter(losses.values())).device
     by_name = {tenant.name: loss for tenant, loss in losses.items()}
-    branches = Branches(by_name if len(losses) > 1 else {})
+    branches = Branches(by_name if is_watched else {})
     try:
         with torch.enable_grad():  # the caller may be under no_grad
             each = [
