@@ -2,7 +2,8 @@
 
     parallel_cases.py FOLDER CASE ...
 
-A case is "disagree" or "refused"; or a mode, of two processes or of four, in which adapters are served; or "train " and a mode.
+A case is "disagree" or "refused"; or a mode, of two processes or of four, in which adapters are
+served; or "train " and a mode.
 FOLDER has a model, adapters, and what one process computes.
 """
 

@@ -3,8 +3,8 @@
 PEFT's factors of experts are whole in every process. An operator gets the part that goes with the
 process's part of the experts; the backward of taking it joins the parts of the gradient, so that
 all processes have the gradient of all tokens of their group, bit for bit, and make the same step.
-With several batches at a time (`fsdp_size`, `dp_replicate_size`), gradients of factors that no
-FSDP manages are averaged over them as they are accumulated.
+With several batches at a time (`fsdp_size`, `dp_replicate_size`), gradients of all factors are
+averaged over them as they are accumulated.
 
     factor                          forward              backward
     split with the experts          this part            all-gather
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import peft.tuners.lora.layer as peft_layer
 import peft.tuners.lora.model as peft_lora
 import torch
 from peft.tuners import tuners_utils
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.hooks import around
-from moelora.integrations.transformers.parallel import experts_shard, ranks_of
+from moelora.integrations.transformers.parallel import experts_shard, linear_shard, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,11 +143,7 @@ def begin(model: nn.Module, base: PreTrainedModel) -> None:
     ranks = ranks_of(base, with_batches=True)
     if ranks is None:
         return
-    factors = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name and not hasattr(parameter, "placements")
-    }
+    factors = {n: parameter for n, parameter in model.named_parameters() if ".lora_" in n}
     shapes = {name: tuple(parameter.shape) for name, parameter in factors.items()}
     ranks.together(
         "attach", lambda: shapes, lambda same: {"the set of factors": sorted(same), **same}
@@ -157,11 +154,23 @@ def begin(model: nn.Module, base: PreTrainedModel) -> None:
             # PEFT gives those of this process's part, transformers' tensor parallelism reads whole.
             module.out_features, module.in_features = weight.shape
     meshes: Any = base._mesh_manager
+    dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
     batches = meshes.get_mesh(("dp_replicate", "fsdp"))
     for parameter in factors.values():
-        torch.distributed.broadcast(parameter.data, ranks.ranks[0])
+        # Every placement of a factor is that of tensor parallelism: FSDP has come before it.
+        split = any(one.is_shard() for one in getattr(parameter, "placements", ()))
+        for dimension in range(2 if split else 3):
+            group = dense.get_group(dimension)
+            first = torch.distributed.get_process_group_ranks(group)[0]
+            torch.distributed.broadcast(_local(parameter.detach()), first, group=group)
         if batches.size() > 1:
             parameter.register_post_accumulate_grad_hook(_Averaged(batches))
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this process has of a tensor, in the same memory."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local
 
 
 class _Averaged:
@@ -177,8 +186,27 @@ class _Averaged:
         for dimension in range(self.mesh.ndim):
             size = self.mesh.size(dimension)
             if size > 1 and parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad, group=self.mesh.get_group(dimension))
-                parameter.grad.div_(size)
+                grad, group = _local(parameter.grad), self.mesh.get_group(dimension)
+                torch.distributed.all_reduce(grad, group=group)
+                grad.div_(size)
+
+
+def _of_tp(features_of: Callable[..., Any], module: nn.Module) -> Any:
+    """The sizes that a process computes with: FSDP gathers weights before, of which PEFT knows only
+    for meshes without other dimensions."""
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear) or not hasattr(weight, "placements"):
+        return features_of(module)
+    sizes = {"out": weight.shape[0], "in": weight.shape[1]}
+    shard = linear_shard(weight)
+    if shard is not None:
+        part = -(-sizes[shard.axis] // shard.size)
+        sizes[shard.axis] = min(part, sizes[shard.axis] - shard.rank * part)
+    return sizes["in"], sizes["out"]
+
+
+if hasattr(tuners_utils, "_get_in_out_features") and hasattr(peft_layer, "_get_in_out_features"):
+    around("_get_in_out_features", tuners_utils, peft_layer)(_of_tp)
 
 
 def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str) -> Any:
