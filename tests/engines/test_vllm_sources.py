@@ -18,7 +18,10 @@ def sources(request):
     return Sources(request.param)
 
 
-@pytest.mark.parametrize("part", ["LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "UPDATES"])
+PARTS = "LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "SHARED", "UPDATES"
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_release_has_what_is_needed(sources, part):
     assert interface.problem(getattr(interface, part), sources.parameters) is None
 

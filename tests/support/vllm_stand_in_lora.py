@@ -273,6 +273,9 @@ class LLMEngine:
             check_plain(args)
         return [getattr(worker, method)(*args) for worker in self.workers]
 
+    def apply_model(self, func):
+        return [func(worker.model) for worker in self.workers]
+
     def add_request(self, request_id, lora_request):
         self.input_processor._validate_lora(lora_request)
         state = SimpleNamespace(lora_name=lora_request.lora_name, lora_request=lora_request)
@@ -309,6 +312,7 @@ PLACES = {
     "vllm.lora.request": ["LoRARequest"],
     "vllm.lora.worker_manager": ["WorkerLoRAManager"],
     "vllm.v1.engine.input_processor": ["InputProcessor"],
+    "vllm.v1.engine.llm_engine": ["LLMEngine"],
     "vllm.v1.worker.gpu_worker": ["Worker"],
 }
 

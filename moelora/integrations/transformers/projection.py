@@ -154,11 +154,13 @@ def remove_weights(experts: Experts, dtype: torch.dtype) -> None:
     experts._moelora_quantized = True
 
 
-def set_parameters(experts: Experts, weights: tuple[Tensor, Tensor]) -> None:
-    """Both projections, (E, N, K), as parameters in place of what the module has."""
+def set_parameters(experts: Experts, weights: tuple[Tensor, Tensor], shared: bool = False) -> None:
+    """Both projections, (E, N, K), as parameters in place of what the module has; `shared`: of
+    their storages, whatever the strides."""
     for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
         delattr(experts, name)
-        stored = found.transpose(1, 2).contiguous() if experts.is_transposed else found
+        stored = found.transpose(1, 2) if experts.is_transposed else found
+        stored = stored if shared else stored.contiguous()
         setattr(experts, name, nn.Parameter(stored, requires_grad=False))
     experts._moelora_quantized = False
 

@@ -6,7 +6,8 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
-`update_adapters` gives a running engine adapters from memory.
+`update_adapters` gives a running engine adapters from memory; `share_experts` makes its experts
+those of a trainer in the same process.
 `MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
 batch invariant.
 
@@ -32,7 +33,7 @@ SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
 UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
 
-__all__ = ["register", "update_adapters", "update_adapters_async"]
+__all__ = ["register", "share_experts", "update_adapters", "update_adapters_async"]
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
@@ -142,6 +143,7 @@ def _install() -> None:
         methods.install()
 
 
+from moelora.integrations.vllm.share import share_experts  # noqa: E402
 from moelora.integrations.vllm.update import (  # noqa: E402 # which wraps by the functions above
     update_adapters,
     update_adapters_async,

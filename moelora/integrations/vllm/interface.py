@@ -10,6 +10,7 @@ __all__ = [
     "DELTAS",
     "LAYERS",
     "QUANTIZED",
+    "SHARED",
     "UPDATES",
     "Interface",
     "is_absent",
@@ -142,6 +143,9 @@ UPDATES = Interface(
     },
     fields={"vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path"}},
 )
+
+# What `share_experts` calls.
+SHARED = Interface(called={"vllm.v1.engine.llm_engine": {"LLMEngine.apply_model": "self func"}})
 
 # Required by any quantized layer, in addition to its method.
 QUANTIZED = Interface(
