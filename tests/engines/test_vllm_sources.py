@@ -128,3 +128,19 @@ def test_the_trap_is_still_one(sources):
 
     assert "_lora_context" not in ast.unparse(node)
     assert sources.method(module, node, "set_lora_context") is not None
+
+
+def test_what_the_route_of_updates_reads_of_a_server(sources):
+    """Of a release that has endpoint plugins: they are loaded by name, and find the models."""
+    try:
+        plugins = sources.text("vllm.plugins.endpoint_plugins.interface")
+    except ModuleNotFoundError:
+        pytest.skip("this release has no endpoint plugins")
+    assert "plugin.attach_router(app)" in plugins
+    assert "await plugin.init_state(engine_client, state, args)" in plugins
+    loads = sources.text("vllm.plugins")
+    assert "'vllm.endpoint_plugins'" in loads and "if envs.VLLM_PLUGINS is None:" in loads
+    models = sources.text("vllm.entrypoints.openai.models.serving")
+    assert "self.lora_requests: dict[str, LoRARequest]" in models and "def is_base_model" in models
+    states = sources.text("vllm.entrypoints.launchers.api_server.app_state")
+    assert "state.openai_serving_models = OpenAIServingModels(" in states

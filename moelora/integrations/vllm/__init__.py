@@ -33,7 +33,13 @@ SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
 UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
 
-__all__ = ["register", "share_experts", "update_adapters", "update_adapters_async"]
+__all__ = [
+    "pack_adapters",
+    "register",
+    "share_experts",
+    "update_adapters",
+    "update_adapters_async",
+]
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()
@@ -143,6 +149,7 @@ def _install() -> None:
         methods.install()
 
 
+from moelora.integrations.vllm.route import pack_adapters  # noqa: E402
 from moelora.integrations.vllm.share import share_experts  # noqa: E402
 from moelora.integrations.vllm.update import (  # noqa: E402 # which wraps by the functions above
     update_adapters,

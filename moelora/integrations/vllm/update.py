@@ -136,10 +136,7 @@ async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
     new: dict[str, Any] = {}
     payload = []
     for name, given in adapters.items():
-        check_name(name)
-        if "@" in name or "/" in name:
-            raise ValueError(f"adapter {name!r} has @ or / in its name, which versions have")
-        config, tensors = _checked(name, given)
+        config, tensors = checked(name, given)
         number = registry.versions[name] = registry.versions.get(name, 0) + 1  # of no other, ever
         version = f"{name}@{number}"
         if version in (running or ()):
@@ -168,7 +165,11 @@ async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
     return new
 
 
-def _checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+def checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """The configuration and the tensors of an adapter; ValueError for another form or name."""
+    check_name(name)
+    if "@" in name or "/" in name:
+        raise ValueError(f"adapter {name!r} has @ or / in its name, which versions have")
     if not isinstance(given, tuple) or len(given) != 2:
         raise ValueError(f"adapter {name!r} is a {type(given).__name__}, wanted (config, tensors)")
     config, tensors = given
@@ -199,7 +200,17 @@ def _shares_memory(engine: Any) -> bool:
 def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save
 
-    return save({key: t.detach().to("cpu", copy=True).contiguous() for key, t in tensors.items()})
+    return save({key: on_host(tensor) for key, tensor in tensors.items()})
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def has_left(request: Any) -> bool:
+    """Whether a LoRARequest names a version that requests of this process may not name any more."""
+    return request.lora_path.startswith(PREFIX) and request.lora_path not in _known
 
 
 # -- the workers --
@@ -418,10 +429,9 @@ def _merge_once(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
 
 def _refuse_gone(validate: Callable[..., Any], self: Any, lora_request: Any) -> None:
     """A request for a version that has left would end the engine as its batch starts."""
-    if lora_request is not None and lora_request.lora_path.startswith(PREFIX):
-        if lora_request.lora_path not in _known:
-            raise ValueError(
-                f"adapter {lora_request.lora_name!r} is no version that this engine serves: take "
-                "the request that update_adapters returned last"
-            )
+    if lora_request is not None and has_left(lora_request):
+        raise ValueError(
+            f"adapter {lora_request.lora_name!r} is no version that this engine serves: take "
+            "the request that update_adapters returned last"
+        )
     validate(self, lora_request)
