@@ -161,8 +161,11 @@ def per_expert_tensors(
     *,
     names: EngineNames = OF_TRANSFORMERS,
     base_model: str | None = None,
+    copy: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors that `write_per_expert` saves, as of `write`."""
+    """The configuration and the tensors that `write_per_expert` saves, as of `write`; without
+    `copy`, they stay on their device and may be views."""
+    plain = _plain if copy else Tensor.detach
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     _check_padding(pairs, rank)
@@ -178,8 +181,8 @@ def per_expert_tensors(
             b = _scaled(name, b, scaling / common)
         for module in names.of(name):
             targets.add(module.rpartition(".")[2])
-            state[f"{PREFIX}{module}.{a_key}"] = _plain(pad(a, (0, 0, 0, rank - own)))
-            state[f"{PREFIX}{module}.{b_key}"] = _plain(pad(b, (0, rank - own)))
+            state[f"{PREFIX}{module}.{a_key}"] = plain(pad(a, (0, 0, 0, rank - own)))
+            state[f"{PREFIX}{module}.{b_key}"] = plain(pad(b, (0, rank - own)))
     config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "r": rank,

@@ -53,8 +53,12 @@ def given(seed, **options):
 
 def serves(found, seed):
     """On all ranks, all of an adapter, with its scaling once."""
+    serves_products(found, adapter(seed)[1])
+
+
+def serves_products(found, every):
     for products in found:
-        for name, wanted in adapter(seed)[1].items():
+        for name, wanted in every.items():
             torch.testing.assert_close(
                 products[name], wanted, msg=lambda why, n=name: f"{n}: {why}"
             )

@@ -41,6 +41,7 @@ from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
 from moelora.integrations.peft.parallel import Part, begin
 from moelora.integrations.peft.sources import base_of
+from moelora.integrations.peft.tensors import engine_tensors
 from moelora.integrations.peft.wrappers import rank_of, wrappers_of
 from moelora.integrations.transformers import IMPLEMENTATION, moe_layers, new_pool
 from moelora.integrations.transformers.calls import take_adapter_names
@@ -53,7 +54,7 @@ from moelora.operators.checks import check_count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "detach", "engine_tensors"]
 
 
 def attach(
