@@ -89,8 +89,11 @@ def peft_tensors(
     linears: Mapping[str, LinearLayer],
     *,
     base_model: str | None = None,
+    copy: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors that `write` saves; parameters and errors are its."""
+    """The configuration and the tensors that `write` saves; parameters and errors are its. Without
+    `copy`, tensors stay on their device and may be views."""
+    plain = _plain if copy else Tensor.detach
     modules: list[str] = []
     parameters: list[str] = []
     sizes: dict[str, tuple[int, float]] = {}
@@ -103,7 +106,7 @@ def peft_tensors(
         for target, prefix, rank, scaling, tensors in rows:
             targets.append(target)
             sizes[target] = rank, rank * scaling
-            state |= {f"{PREFIX}{prefix}.{key}": _plain(t) for key, t in tensors.items()}
+            state |= {f"{PREFIX}{prefix}.{key}": plain(t) for key, t in tensors.items()}
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0] if sizes else ((8, 8.0), 0)
     config = {
         "base_model_name_or_path": base_model,
@@ -163,8 +166,8 @@ def per_expert_tensors(
     base_model: str | None = None,
     copy: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors that `write_per_expert` saves, as of `write`; without
-    `copy`, they stay on their device and may be views."""
+    """The configuration and the tensors that `write_per_expert` saves; `copy` as of
+    `peft_tensors`."""
     plain = _plain if copy else Tensor.detach
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
@@ -179,10 +182,12 @@ def per_expert_tensors(
         (a_key, a), (b_key, b) = tensors.items()
         if scaling != common:
             b = _scaled(name, b, scaling / common)
+        if own != rank:  # `pad` copies in any case
+            a, b = pad(a, (0, 0, 0, rank - own)), pad(b, (0, rank - own))
         for module in names.of(name):
             targets.add(module.rpartition(".")[2])
-            state[f"{PREFIX}{module}.{a_key}"] = plain(pad(a, (0, 0, 0, rank - own)))
-            state[f"{PREFIX}{module}.{b_key}"] = plain(pad(b, (0, rank - own)))
+            state[f"{PREFIX}{module}.{a_key}"] = plain(a)
+            state[f"{PREFIX}{module}.{b_key}"] = plain(b)
     config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "r": rank,

@@ -166,14 +166,11 @@ class LoraSlot(Trained):
     def read(self, optimizer: Optimizer | None = None) -> Held:
         """The adapter in host memory, with the state of an optimizer of its parameters and its
         accumulated gradients. ValueError if the slot is not open."""
-        if not self.is_open:
-            raise ValueError(f"slot {self.slot} has no adapter: open it, or put one")
-        self._pairs, self._scalings = self._found()
-        parameters = self.parameters()
-        adapter = self._adapter_of([_whole(p.detach()) for p in parameters])
+        adapter = self._now()
         if optimizer is None:
             return Held(adapter, None)
         self._of_slot(optimizer)
+        parameters = self.parameters()
         grads = [None if p.grad is None else _whole(p.grad) for p in parameters]
         counts = {"updates": 0, "pending": int(any(g is not None for g in grads))}
         state = self._state_of(grads, **counts, accumulation=1, max_norm=None)
@@ -195,7 +192,9 @@ class LoraSlot(Trained):
             if held.state is not None:
                 write_state(new, held.state)
 
-    def tensors(self, *, per_expert: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def tensors(
+        self, *, per_expert: bool = False, host: bool = True
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The adapter as (config, tensors), as `update_adapters` of an engine takes it.
 
         Parameters
@@ -203,6 +202,9 @@ class LoraSlot(Trained):
         per_expert : bool
             A pair of factors for each expert, which vLLM reads for most models, instead of PEFT's
             stacks.
+        host : bool
+            Copies in host memory; False: on the slot's device, views where that is possible, for
+            an engine in the same process, which copies them itself.
 
         Raises
         ------
@@ -210,7 +212,7 @@ class LoraSlot(Trained):
             The slot is not open.
         """
         made = per_expert_tensors if per_expert else peft_tensors
-        return made(self.read().adapter, self.layers, {})
+        return made(self._now(host), self.layers, {}, copy=host)
 
     def close(self) -> None:
         """Free the slot: its rows are those of the base model. Parameters become 0."""
@@ -222,6 +224,12 @@ class LoraSlot(Trained):
                 module.lora_ranks[self.slot].fill_(0)  # type: ignore[index] # a buffer
 
     # -- inside --
+
+    def _now(self, host: bool = True) -> Adapter:
+        if not self.is_open:
+            raise ValueError(f"slot {self.slot} has no adapter: open it, or put one")
+        self._pairs, self._scalings = self._found()
+        return self._adapter_of([_whole(p.detach()) for p in self.parameters()], host)
 
     def parameters(self) -> list[Tensor]:
         """Those of the slot in all layers, for an optimizer: the same ones whatever is in it."""

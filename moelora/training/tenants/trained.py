@@ -48,13 +48,16 @@ class Trained:
         keys = {id(factor.parameter): key for key, factor in self._keyed().items()}
         return [[keys[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def _adapter_of(self, values: Sequence[Tensor]) -> Adapter:
-        """An adapter of values of `factors`, float32 on the CPU and without padding."""
+    def _adapter_of(self, values: Sequence[Tensor], host: bool = True) -> Adapter:
+        """An adapter of values of `factors`, float32 and without padding: copies on the CPU, or
+        views."""
         by_factor = dict(zip(map(id, self.factors()), values, strict=True))
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
-            a, b = (f.own(by_factor[id(f)]).to("cpu", copy=True) for f in pair)
+            a, b = (f.own(by_factor[id(f)]) for f in pair)
+            if host:
+                a, b = (t.to("cpu", copy=True) for t in (a, b))
             scaling = self._scalings[layer, projection]
             if projection == "":
                 linears[layer] = LinearPair(a[0].T if pair[0].dim == 2 else a[0], b[0], scaling)
