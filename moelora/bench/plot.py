@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
         "arrivals": "times to the first token, of one file of benchmarks.churn",
         "engine": "tokens per second of engines, of one file of bench engine",
+        "rl": "rewards, and how far trainers are from samplers, of one file of benchmarks.rl_loop",
     }
     about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
     add("--picture", choices=pictures, default="roofline", help=f"{about} (default: %(default)s)")
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         elif args.picture == "roofline":
             figure = layers(args.files)
         else:
-            figure = {"engine": engines, "arrivals": arrivals}[args.picture](args.files[0])
+            pictures = {"engine": engines, "arrivals": arrivals, "rl": policies}
+            figure = pictures[args.picture](args.files[0])
         path = save(figure, args.out)
     except (OSError, ValueError, ImportError) as error:
         print(f"moelora plot: {error}", file=sys.stderr)
@@ -295,6 +297,31 @@ def arrivals(file: str) -> Figure:
     axes.legend(loc="lower right", fontsize=9)
     ranks = " and ".join(str(rank) for rank in meta.get("ranks", ()))
     axes.set_title(f"{rows[0]['adapters']} adapters of rank {ranks}, {meta['device']}", fontsize=10)
+    return figure
+
+
+def policies(file: str | Path) -> Figure:
+    """Rewards by step, and gaps of log-probabilities by pair of trainer and sampler."""
+    meta, cases = results.read(file)
+    rewards, gaps = ([c for c in cases if c.get("topic") == t] for t in ("rl_reward", "rl_gap"))
+    if not rewards or not gaps:
+        raise ValueError(f"{file} has no case of a loop of RL")
+    figure = new_figure(9, 3.6)
+    left, right = figure.subplots(1, 2)
+    formats = list(dict.fromkeys(row["format"] for row in gaps))
+    for n, name in enumerate(formats):
+        steps = [(row["step"], row["reward"]) for row in rewards if row["format"] == name]
+        left.plot(*zip(*steps, strict=True), color=f"C{n}", lw=2, label=name)
+        rows = [row for row in gaps if row["format"] == name]
+        places = [at + n * 0.8 / len(formats) for at in range(len(rows))]
+        means = [row["mean"] for row in rows]
+        right.bar(places, means, 0.8 / len(formats), align="edge", color=f"C{n}", label=name)
+        right.set_xticks([at + 0.4 for at in range(len(rows))], [row["pair"] for row in rows])
+    left.set(xlabel="step", ylabel="reward", title=meta["device"])
+    right.set(ylabel="mean gap of log-probabilities")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
     return figure
 
 

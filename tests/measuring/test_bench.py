@@ -513,6 +513,7 @@ def test_a_run_is_drawn(bench, tmp_path, words, tokens, drawn):
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "beside"], "no case of rank 16 with"),
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "arrivals"], "no case of arrivals"),
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "engine"], "has no engine of vLLM"),
+        (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "rl"], "no case of a loop of RL"),
     ],
 )
 def test_files_that_are_none(words, message, capsys):

@@ -13,8 +13,10 @@ from benchmarks import grouped_mm, layer, qlora_step, tables, training
 from benchmarks.compare import machine_code
 from benchmarks.compare.__main__ import COMMANDS
 from moelora import _C
+from moelora.__main__ import main
 from moelora.bench import baselines, machine, results
 
+RL = "--preset micro --layers 1 --sampler transformers --formats bf16 --group 4 --new 3 --steps 2"
 TIMED = "--adapters 3 --budget-ms 0 --device cpu"
 BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"
 PARALLEL = "--world 2 --batch 2 --length 16 --steps 2 --modes tp"
@@ -75,6 +77,16 @@ SCRIPTS = [  # module, words, fields of its cases, their values
         marks=pytest.mark.slow,
     ),
     (
+        "benchmarks.rl_loop",
+        RL,
+        "topic pair shared step",
+        [("rl_gap", "usual", None, None)]
+        + [("rl_memory", None, shared, None) for shared in (False, True)]
+        + [("rl_gap", pair, None, None) for pair in ("shared", "shared, replayed")]
+        + [("rl_reward", None, None, step) for step in range(2)]
+        + [("rl_phase", None, None, None)],
+    ),
+    (
         "benchmarks.churn",
         CHURN,
         "topic policy what layout",
@@ -100,6 +112,9 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, module, words, fields,
     assert script.main([*words.split(), "--out", str(out)]) in (None, 0)
     _, cases = results.read(out)
     assert [tuple(case.get(name) for name in fields.split()) for case in cases] == values
+    if "rl_loop" in module:
+        pytest.importorskip("matplotlib")
+        assert main(["plot", "--picture", "rl", str(out), "-o", str(tmp_path / "rl.svg")]) == 0
     if "churn" in module:
         monkeypatch.setattr(tables.files, "ROOT", tmp_path)
         assert "| ahead | 2 | 4 |" in tables.section("arrivals")

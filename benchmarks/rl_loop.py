@@ -1,0 +1,302 @@
+"""A loop of GRPO: vLLM samples, transformers trains adapters of the experts, and pushes them.
+
+    python -m benchmarks.rl_loop --layers 12 --formats bf16,fp8,send --out h200-rl.json
+    python -m benchmarks.rl_loop --preset micro --sampler transformers --formats bf16 --out rl.json
+    moelora plot --picture rl h200-rl.json --out rl.png
+
+A checkpoint of random weights is made (`engine_model`, `vllm_quantize`); the reward of an answer is
+the share of its tokens that are below VOCAB / 4. Each format runs in a process of its own:
+
+rl_gap       log-probabilities of sampled tokens, sampler and trainer: the usual pair (a copy in
+             bf16, transformers' experts), the sampler's experts, and with its routing replayed
+rl_memory    MiB of the process before and after the trainer's experts are the sampler's
+rl_reward    of each step
+rl_phase     ms of a step by phase, the median
+rl_update    ms of `update_adapters`, idle and while requests run, and their tokens/s beside none
+rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does, without merging;
+             "send" among the formats measures it, in an engine without adapters
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.engines import engine_model, vllm_quantize
+from moelora.bench import results
+
+RANK, LR = 16, 5e-3
+PROMPT = list(range(3, 19))
+BELOW = engine_model.VOCAB // 4
+
+
+class Transformers:
+    """A sampler that is a model of transformers: one beside the trainer, or the trainer itself."""
+
+    busy = None
+
+    def __init__(self, folder, args):
+        self.model = trainer(folder)
+
+    def sample(self, rows, new):
+        """Tokens (rows, prompt + new), their log-probabilities (rows, new), and their experts."""
+        import moelora.integrations.transformers as mt
+
+        prompt = torch.tensor([PROMPT] * rows, device=device())
+        options = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 1}
+        with mt.record_routing(self.model, rows) as routing:
+            out = self.model.generate(
+                prompt, do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=None, **options
+            )
+        logits = torch.stack(out.logits, 1)
+        return out.sequences, logprobs(logits, out.sequences[:, len(PROMPT) :]), routing.ids()
+
+    def share(self, model):
+        self.model = model
+
+    def push(self, slot):
+        """Nothing: the slot that it samples from is the trainer's."""
+        return 0
+
+
+class Vllm:
+    """The engine, in this process."""
+
+    request = None
+
+    def __init__(self, folder, args, lora=True):
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        from vllm import LLM
+
+        options = {"dtype": "bfloat16", "max_model_len": 2048, "skip_tokenizer_init": True}
+        options |= {"enable_prefix_caching": False, "compilation_config": {"mode": 0}}
+        if lora:
+            options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+            options |= {"enable_return_routed_experts": True}
+        self.llm = LLM(str(folder), gpu_memory_utilization=args.memory, **options)
+
+    def ends(self, new):
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=new, detokenize=False, ignore_eos=True, logprobs=0)
+
+    def sample(self, rows, new):
+        prompts, lora = [{"prompt_token_ids": PROMPT}] * rows, {"lora_request": self.request}
+        out = self.llm.generate(prompts, self.ends(new), use_tqdm=False, **lora)
+        found = [one.outputs[0] for one in out]
+        tokens = torch.tensor([PROMPT + list(one.token_ids) for one in found], device=device())
+        theirs = [[next(iter(at.values())).logprob for at in one.logprobs] for one in found]
+        theirs = torch.tensor(theirs, device=device())
+        return tokens, theirs, [one.routed_experts for one in found]
+
+    def share(self, model):
+        from moelora.integrations.vllm import share_experts
+
+        self.shared = share_experts(model, self.llm)
+
+    def push(self, slot):
+        """Bytes of the factors that the engine now serves."""
+        from moelora.integrations.vllm import update_adapters
+
+        given = slot.tensors(per_expert=True, host=False)
+        self.ms, found = timed(lambda: update_adapters(self.llm, {"law": given}))
+        self.request = found["law"]
+        return sum(t.nbytes for t in given[1].values())
+
+    def send(self, model):
+        """As TRL's sync_weights does it."""
+        inner = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        for name, parameter in model.named_parameters():
+            inner.load_weights([(name, parameter.data)])
+
+    def busy(self, slot, every):
+        """Tokens/s of 32 requests, and ms of updates every so many seconds."""
+        engine, took = self.llm.llm_engine, []
+        for n in range(32):
+            prompt = {"prompt_token_ids": [n + 3] * 32}
+            engine.add_request(f"{every}-{n}", prompt, self.ends(256), lora_request=self.request)
+        start = last = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+            if time.perf_counter() - last > every:
+                self.push(slot)
+                took.append(self.ms)
+                last = time.perf_counter()
+        return 32 * 256 / (time.perf_counter() - start), took
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def timed(function):
+    """Milliseconds, and the result."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else bool
+    synchronize()
+    start = time.perf_counter()
+    found = function()
+    synchronize()
+    return 1e3 * (time.perf_counter() - start), found
+
+
+def trainer(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.requires_grad_(False).to(device())
+
+
+def logprobs(logits, tokens):
+    return -F.cross_entropy(logits.float().transpose(1, 2), tokens, reduction="none")
+
+
+def trained(model, tokens):
+    """Log-probabilities of the answers in the trainer's forward."""
+    out = model(tokens, use_cache=False).logits[:, len(PROMPT) - 1 : -1]
+    return logprobs(out, tokens[:, len(PROMPT) :])
+
+
+def memory():
+    gc.collect()
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() / 2**20
+
+
+def checkpoint(work, format, args):
+    """(folder of the sampler, folder of the trainer)."""
+    plain = work / "bf16"
+    if not plain.exists():
+        words = ["--preset", args.preset, "--layers", str(args.layers)]
+        engine_model.main(["--out", str(plain), "--adapters", "16", *words])
+    folder = work / format
+    if not folder.exists():
+        words = ["--model", str(plain), "--format", format, "--out", str(folder)]
+        vllm_quantize.main([*words, "--only-quantized"])
+    return folder / "base", plain / "base"
+
+
+def gaps(format, model, sampler, args):
+    """Of one batch; shares the experts between the pairs."""
+    import moelora.integrations.transformers as mt
+
+    def case(pair, replay):
+        tokens, theirs, ids = sampler.sample(args.group, args.new)
+        routing = mt.replay_routing(model, ids) if replay else contextlib.nullcontext()
+        with torch.no_grad(), routing:
+            gap = (trained(model, tokens) - theirs).abs()
+        case = {"topic": "rl_gap", "format": format, "pair": pair}
+        return case | {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": gap.numel()}
+
+    cases = [case("usual", False)]
+    before = memory()
+    sampler.share(model)
+    mt.enable(model)
+    for shared, mib in ((False, before), (True, memory())):
+        cases.append({"topic": "rl_memory", "format": format, "shared": shared, "mib": mib})
+    return [*cases, case("shared", False), case("shared, replayed", True)]
+
+
+def loop(format, model, sampler, args):
+    """Steps of GRPO on one policy: cases of phases and of rewards."""
+    import moelora.integrations.transformers as mt
+    from moelora.training import LoraSlot, set_adapters
+
+    mt.multi_lora(model, slots=1, max_rank=RANK)
+    slot = LoraSlot(model, 0).open(rank=RANK, generator=torch.Generator().manual_seed(0))
+    set_adapters(model, torch.zeros(1, dtype=torch.int32, device=device()))
+    optimizer = torch.optim.AdamW(slot.parameters(), lr=LR)
+    sampler.push(slot)
+    phases, cases = [], []
+    for step in range(args.steps):
+        sampled, (tokens, _, ids) = timed(lambda: sampler.sample(args.group, args.new))
+        reward = (tokens[:, len(PROMPT) :] < BELOW).float().mean(1)
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
+
+        def backward(tokens=tokens, ids=ids, advantage=advantage):
+            with mt.replay_routing(model, ids):
+                (-(advantage[:, None] * trained(model, tokens)).mean()).backward()
+
+        took = {"sample": sampled, "backward": timed(backward)[0]}
+        took["optimizer"] = timed(optimizer.step)[0]
+        optimizer.zero_grad()
+        took["update"], nbytes = timed(lambda: sampler.push(slot))
+        phases.append(took)
+        row = {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
+        cases.append(row)
+        print(row, flush=True)
+    medians = {f"{key}_ms": statistics.median(p[key] for p in phases) for key in phases[0]}
+    cases.append({"topic": "rl_phase", "format": format, "rows": args.group} | medians)
+    if sampler.busy:
+        idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
+        alone, _ = sampler.busy(slot, float("inf"))
+        rate, under = sampler.busy(slot, args.every)
+        row = {"topic": "rl_update", "format": format, "bytes": nbytes}
+        cases.append(row | {"what": "idle", "ms": idle})
+        cases.append(row | {"what": "under load", "ms": under, "share": rate / alone})
+    return cases
+
+
+def one(format, args):
+    if format == "send":
+        folder, plain = checkpoint(args.work, "bf16", args)
+        sampler, model = Vllm(folder, args, lora=False), trainer(plain)
+        took = [timed(lambda: sampler.send(model))[0] for _ in range(2)]
+        return [{"topic": "rl_send", "format": "bf16", "ms": took[-1]}]
+    folder, plain = checkpoint(args.work, format, args)
+    memory()  # frees what drew the weights: vLLM counts what the process holds
+    torch.manual_seed(0)
+    sampler = {"vllm": Vllm, "transformers": Transformers}[args.sampler](folder, args)
+    model = trainer(plain)
+    return gaps(format, model, sampler, args) + loop(format, model, sampler, args)
+
+
+def parsed(argv):
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b")
+    p.add_argument("--layers", type=int, default=0, help="(default: the preset's)")
+    p.add_argument(
+        "--formats", default="bf16,fp8", help="of the sampler, or send (default: %(default)s)"
+    )
+    p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm")
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--group", type=int, default=128, help="answers of a step")
+    p.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    p.add_argument("--every", type=float, default=0.3, help="seconds between updates under load")
+    p.add_argument("--memory", type=float, default=0.45, help="vLLM's gpu_memory_utilization")
+    p.add_argument("--work", type=pathlib.Path, help="folder for checkpoints, kept")
+    p.add_argument("--out", type=pathlib.Path, required=True, help="result file")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parsed(argv)
+    results.check_writable("--out", args.out)
+    cases, formats = [], args.formats.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        args.work = args.work or pathlib.Path(folder)
+        if len(formats) == 1:
+            cases = one(formats[0], args)
+        for format in formats if len(formats) > 1 else ():  # an engine does not give back a GPU
+            part = pathlib.Path(folder) / f"{format}.json"
+            words = [*(argv or sys.argv[1:]), "--formats", format, "--out", str(part)]
+            words += ["--work", str(args.work)]
+            subprocess.run([sys.executable, "-m", "benchmarks.rl_loop", *words], check=True)
+            cases += results.read(part)[1]
+            results.write(args.out, cases)
+    results.write(args.out, cases)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
