@@ -114,16 +114,38 @@ def test_a_trainer_on_shared_experts_has_the_bits_of_one_on_a_copy(vllm, kind):
         assert wanted.any() and torch.equal(found, wanted)
 
 
-def test_experts_without_memory_and_adapters_of_peft(pair):
-    """A trainer need not load its experts, and may have its adapters already."""
-    from peft import LoraConfig, get_peft_model
-
+def test_a_trainer_need_not_load_its_experts(pair):
     for module in pair.layers:
         module.to("meta")
+    assert pair.share(pair.model, pair.llm).nbytes == 0
+    ours, theirs = pair.pointers()
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "fp8_block", "mxfp4"])
+def test_a_model_of_peft_trains_on_shared_experts(vllm, kind):
+    """As TRL has made it before there is an engine; `attach` comes after it."""
+    from peft import LoraConfig, get_peft_model
+
+    from moelora.integrations.peft import attach
+
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(pair.model, LoraConfig(r=2, target_parameters=parameters))
-    assert pair.share(model, pair.llm).nbytes == 0
-    assert len(set(map(tuple, pair.pointers()))) == 1
+    lora = LoraConfig(r=2, target_parameters=parameters, init_lora_weights=False)
+    found = []
+    for copy in (False, True):
+        pair = Pair(vllm, kind)
+        torch.manual_seed(1)
+        model = get_peft_model(pair.model, lora)
+        shared = pair.share(model, pair.llm)
+        if copy:
+            shared.undo()
+        assert (pair.pointers()[0] == pair.pointers()[1]) != copy
+        attach(model)
+        logits = model(torch.arange(2, 9)[None]).logits
+        logits.float().square().mean().backward()
+        found.append([logits, *(p.grad for p in model.parameters() if p.requires_grad)])
+    for one, other in zip(*found, strict=True):
+        assert one.any() and torch.equal(one, other)
 
 
 def change(pair, **of):
