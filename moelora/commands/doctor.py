@@ -16,6 +16,23 @@ from moelora.operators.terminal import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        metavar="FOLDER",
+        help="an adapter: does an engine use every tensor of it, and which layers does it change? "
+        "(default: report the plugins)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="needs --lora: config.json of the adapter's model, or its folder (default: the base "
+        "model that the adapter names, if that is a folder here)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "sglang", "transformers"),
+        help="needs --lora: what will serve it (default: the servers that are installed, else all)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -34,7 +51,15 @@ def kernels() -> tuple[str, bool]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0: the plugins are on, and kernels run; 1: not; 2: there is no engine."""
+    """Exit status 0: the plugins are on, and kernels run; 1: not; 2: there is no engine. With
+    --lora that of `doctor_lora.run`."""
+    if args.lora is not None:
+        from moelora.commands import doctor_lora
+
+        return doctor_lora.run(args)
+    if more := [name for name in ("model", "engine") if getattr(args, name) is not None]:
+        print(f"moelora doctor: --{more[0]} needs --lora, an adapter's folder", file=sys.stderr)
+        return 2
     from moelora.integrations.sglang.report import REPORT as SGLANG
     from moelora.integrations.vllm.report import REPORT as VLLM
 
