@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"moelora doctor: --{more[0]} needs --lora, an adapter's folder", file=sys.stderr)
         return 2
     from moelora.integrations.sglang.report import REPORT as SGLANG
+    from moelora.integrations.vllm import race
     from moelora.integrations.vllm.report import REPORT as VLLM
 
     found = {report: version for report in (VLLM, SGLANG) if (version := report.version())}
@@ -84,4 +85,7 @@ def run(args: argparse.Namespace) -> int:
             said, on = [f"off: {shown(error)}"], False
         print("plugin: " + "\n".join(printable(line) for line in said))
         every.append(on)
+    if VLLM in found and (times := race.report()):
+        print("races: on cards where moelora was not measured")
+        print("\n".join(printable(line) for line in times))
     return 0 if all(every) else 1

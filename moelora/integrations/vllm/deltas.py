@@ -10,13 +10,15 @@ expert ids, padded counts, mapping); here they are (None, topk_ids, expert_map, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import UNEXPECTED, say_once, unexpected, wrap
+from moelora.integrations.vllm import UNEXPECTED, race, say_once, unexpected, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 from moelora.operators.delta import moe_lora_down_delta, moe_lora_gate_up_delta
 
@@ -29,6 +31,20 @@ def install() -> None:
 
     wrap(PunicaWrapperGPU, "add_lora_w13", _gate_up)
     wrap(PunicaWrapperGPU, "add_lora_w2", _down)
+
+
+_local = threading.local()  # calls that vLLM's own kernels add the adapters of
+
+
+@contextmanager
+def left() -> Iterator[None]:
+    """Leave the adapters of a layer to vLLM's own kernels."""
+    before = getattr(_local, "left", False)
+    _local.left = True
+    try:
+        yield
+    finally:
+        _local.left = before
 
 
 def remember_ranks(ctx: Any, ranks: Tensor) -> None:
@@ -158,12 +174,42 @@ def _add(
     )
 
 
+class GateUp(NamedTuple):
+    """Parameters of `add_lora_w13`, by vLLM's names and in its order."""
+
+    y: Tensor
+    x: Tensor
+    lora_a_stacked: Sequence[Tensor]
+    lora_b_stacked: Sequence[Tensor]
+    topk_ids: Tensor
+    topk_weights: Tensor
+    expert_map: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    num_tokens: int
+    top_k_num: int
+    max_loras: int
+    adapter_enabled: Tensor
+    local_num_experts: int
+    top_k: int
+    num_slices: int
+    fully_sharded: bool
+    use_tuned_config: bool
+    add_inputs: bool = True
+    token_lora_mapping: Tensor | None = None
+
+
 def _gate_up(add_lora_w13: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
     if reason := reason_against_device():
         say_once(f"{reason}; {OWN_ADAPTERS}")
         return add_lora_w13(self, *args, **named)
+    if getattr(_local, "left", False):
+        return add_lora_w13(self, *args, **named)
     try:
-        return _add_gate_up(self, *args, **named)
+        call = GateUp(*args, **named)
+        if not _is_ours(add_lora_w13, self, call):
+            return add_lora_w13(self, *args, **named)
+        return _add_gate_up(self, call)
     except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
         reason = str(refusal)
     except UNEXPECTED as error:
@@ -172,46 +218,70 @@ def _gate_up(add_lora_w13: Callable[..., Any], self: Any, *args: Any, **named: A
     return add_lora_w13(self, *args, **named)
 
 
+def _is_ours(add_lora_w13: Callable[..., Any], self: Any, call: GateUp) -> bool:
+    """Whether moelora adds the adapters of a layer that is vLLM's: where it races, if it won.
+
+    What it adds last, those of the down projection, goes the same way: it needs what this returns.
+    """
+    if not race.wanted():
+        return True
+    tokens, y = call.num_tokens, call.y
+    mapping = _mapping(self, tokens, call.token_lora_mapping)
+    if mapping is None:
+        return True  # there is nothing to add
+    of = race.identity(
+        "adapters of vLLM's",
+        a=[tuple(stack.shape) for stack in call.lora_a_stacked],
+        b=[tuple(stack.shape) for stack in call.lora_b_stacked],
+        top_k=call.top_k_num,
+        dtype=y.dtype,
+    )
+    found = race.table(of)
+    if not call.fully_sharded:  # between whose halves ranks exchange
+
+        def sides(count: int, _: bool) -> race.Sides:
+            rows = y.view(-1, call.top_k_num, y.size(-1))[:count].clone()
+            part = call._replace(
+                y=rows.view(-1, y.size(-1)) if y.dim() == 2 else rows,
+                x=call.x[:count],
+                topk_ids=call.topk_ids[:count],
+                topk_weights=call.topk_weights[:count],
+                num_tokens=count,
+                token_lora_mapping=mapping[:count] if call.token_lora_mapping is not None else None,
+            )
+            return race.Sides(
+                lambda: _nothing(_add_gate_up(self, part)),
+                lambda: _nothing(add_lora_w13(self, *part)),
+            )
+
+        race.race(of, found, tokens, (True,), sides)
+    return found.is_ours(tokens, True)
+
+
+def _nothing(_: Any) -> None:
+    """Drop what a side returns."""
+
+
 def _add_gate_up(
-    self: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    lora_b_stacked: Sequence[Tensor],
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    num_tokens: int,
-    top_k_num: int,
-    max_loras: int,
-    adapter_enabled: Tensor,
-    local_num_experts: int,
-    top_k: int,
-    num_slices: int,
-    fully_sharded: bool,
-    use_tuned_config: bool,
-    add_inputs: bool = True,
-    token_lora_mapping: Tensor | None = None,
+    self: Any, call: GateUp
 ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-    mapping = _mapping(self, num_tokens, token_lora_mapping)
+    mapping = _mapping(self, call.num_tokens, call.token_lora_mapping)
     if mapping is None:
         return None, None, None, None
     _add(
         moe_lora_gate_up_delta,
         self,
-        y.view(-1, top_k_num, y.size(-1)),
-        x,
-        (lora_a_stacked, lora_b_stacked),
-        (topk_weights, topk_ids, expert_map, mapping),
-        adapter_enabled,
-        local_num_experts,
-        0 if fully_sharded else None,
+        call.y.view(-1, call.top_k_num, call.y.size(-1)),
+        call.x,
+        (call.lora_a_stacked, call.lora_b_stacked),
+        (call.topk_weights, call.topk_ids, call.expert_map, mapping),
+        call.adapter_enabled,
+        call.local_num_experts,
+        0 if call.fully_sharded else None,
         False,
-        add_inputs,
+        call.add_inputs,
     )
-    return None, topk_ids, expert_map, mapping
+    return None, call.topk_ids, call.expert_map, mapping
 
 
 class Down(NamedTuple):
@@ -241,6 +311,8 @@ class Down(NamedTuple):
 
 def _down(add_lora_w2: Callable[..., Any], self: Any, *args: Any, **named: Any) -> None:
     call = Down(*args, **named)
+    if getattr(_local, "left", False):
+        return add_lora_w2(self, *call)  # type: ignore[no-any-return]
     topk_ids, expert_map = call.expert_ids_lora, call.num_tokens_post_padded_lora
     if call.sorted_token_ids_lora is None and topk_ids is None and expert_map is None:
         return  # `_gate_up` found that no token has an adapter

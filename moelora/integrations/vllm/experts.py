@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-from moelora.integrations.vllm import OWN_PATH, adapters, interface, say_once, wrap
+from moelora.integrations.vllm import OWN_PATH, adapters, interface, race, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
 from moelora.operators.experts import fused_experts_lora
 
@@ -38,6 +38,7 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
     def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
         self._reasons.clear()
+        self._of = None
 
     def _weights(self, w1: Tensor, w2: Tensor) -> tuple[Weights, Weights]:
         """Arguments of `apply`."""
@@ -63,6 +64,51 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
             **self._activation(call.activation),
             **lora,
         )
+
+    def _has_adapters(self, call: Call) -> bool:
+        ctx = self._lora_context
+        return ctx is not None and bool(adapters.arguments(ctx, call.hidden_states.size(0)))
+
+    def _identity(self, call: Call) -> dict[str, Any]:
+        ctx = self._lora_context
+        stacks = () if ctx is None else (*ctx.w13_lora_a_stacked, *ctx.w2_lora_a_stacked)
+        return race.identity(
+            "unquantized",
+            w13=tuple(call.w1.shape),
+            w2=tuple(call.w2.shape),
+            top_k=call.topk_ids.size(1),
+            dtype=call.hidden_states.dtype,
+            activation=call.activation.value,
+            adapters=[tuple(stack.shape) for stack in stacks],
+        )
+
+    def _sides(self, call: Call, tokens: int, adapters: bool) -> race.Sides:
+        local = getattr(self._lora_context, "local_token_lora_mapping", None)
+        if adapters and local is not None and tokens != call.hidden_states.size(0):
+            raise ValueError("adapters come with tokens of other ranks")
+        hidden = call.hidden_states[:tokens]
+        part = call._replace(
+            output=torch.empty_like(hidden),  # the call's shares memory with its workspace
+            hidden_states=hidden,
+            topk_weights=call.topk_weights[:tokens],
+            topk_ids=call.topk_ids[:tokens],
+            workspace13=hidden.new_empty(0),
+            workspace2=hidden.new_empty(0),
+        )
+        part = self._with_workspaces(part)
+
+        def side(run: Callable[[Call], None]) -> Callable[[], None]:
+            def call_it() -> None:
+                ctx = self._lora_context
+                self._lora_context = ctx if adapters else None
+                try:
+                    run(part)
+                finally:
+                    self._lora_context = ctx
+
+            return call_it
+
+        return race.Sides(side(self._serve), side(self._theirs))
 
 
 def install() -> None:

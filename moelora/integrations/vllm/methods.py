@@ -19,14 +19,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor import utils
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
-from moelora.integrations.vllm import OWN_PATH, interface, say_once, unexpected, wrap
+from moelora.integrations.vllm import OWN_PATH, interface, race, say_once, unexpected, wrap
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
@@ -133,9 +134,24 @@ def _deciding(
         _raise_refusal(self, reason)
         say_once(f"{reason}; {OWN_PATH}")
         return
-    self._moelora_theirs = self.mxfp4_backend, self.experts_cls
+    theirs = self.mxfp4_backend, self.experts_cls
+    sizes = _rounded(self)
     self.mxfp4_backend = type(self.mxfp4_backend).EMULATION  # rounds up to blocks of 32
+    if race.wanted() and not isinstance(theirs[1], Exception) and _rounded(self) != sizes:
+        self.mxfp4_backend = theirs[0]
+        say_once(f"{format.about} layers of other sizes than vLLM's are not timed; {OWN_PATH}")
+        return
+    self._moelora_theirs = theirs
     self.experts_cls = QuantizedExpertsWithLoRA
+
+
+def _rounded(method: Any) -> tuple[int, ...]:
+    """The sizes that a layer gets by the method's backend."""
+    moe = method.moe
+    sizes = moe.hidden_dim, moe.intermediate_size_per_partition
+    if not race.wanted():
+        return sizes
+    return tuple(method.maybe_roundup_sizes(*sizes, moe.in_dtype, moe.moe_parallel_config))
 
 
 def _raise_refusal(method: Any, reason: str) -> None:
@@ -168,7 +184,7 @@ def _taking_over(
     decided = hasattr(self, "_moelora_theirs")
     if format.rounds and not decided:
         return process(self, layer)
-    reason = _reason(self, layer, format)
+    reason = _reason(self, layer, format) or _lost(self, format)
     if reason is None:
         try:
             packed = _packed(self, layer, format)
@@ -177,11 +193,91 @@ def _taking_over(
         except Exception as error:
             reason = unexpected(error)
         else:
+            if _races(self):
+                return _race(process, self, layer, packed, format)
             return _put(self, layer, packed)
     if decided:
         _give_back(self, layer, reason)
     say_once(f"{reason}; {OWN_PATH}")
     return process(self, layer)
+
+
+def _identity(method: Any, format: Format) -> dict[str, Any]:
+    """What a layer's table of times is of."""
+    moe = method.moe
+    return race.identity(
+        format.about,
+        experts=(moe.num_experts, moe.num_local_experts, moe.experts_per_token),
+        sizes=(moe.hidden_dim, moe.intermediate_size_per_partition),
+        dtype=moe.in_dtype,
+        activation=moe.activation.value,
+    )
+
+
+def _lost(method: Any, format: Format) -> str | None:
+    """Why a layer whose times are known stays with vLLM."""
+    if not _races(method):
+        return None
+    if getattr(method.moe.moe_parallel_config, "dp_size", 1) > 1:
+        return f"{format.about} layers of data-parallel ranks are not timed on this card"
+    found = race.table(_identity(method, format))
+    return f"vLLM is faster on this card ({format.about})" if found.rows and found.loses() else None
+
+
+def _races(method: Any) -> bool:
+    """Not where vLLM has no kernels for the layer."""
+    theirs = getattr(method, "_moelora_theirs", (None, None))[1]
+    return race.wanted() and not isinstance(theirs, Exception)
+
+
+def _race(
+    process: Callable[..., Any], method: Any, layer: Any, packed: _Packed, format: Format
+) -> Any:
+    """Give a layer to the faster side. Neither reads the other's tensors, so that all numbers of
+    tokens go the same way: to vLLM where moelora is slower at any of them, as no user may lose.
+
+    Adapters do not exist yet, so both are timed without.
+    """
+    of = _identity(method, format)
+    found = race.table(of)
+    if found.rows:  # `_lost` has looked at them
+        return _put(method, layer, packed)
+    if hasattr(method, "_moelora_theirs"):
+        _give_back(method, layer, "it races with vLLM")
+    done = process(method, layer)
+    ours = packed.parameters["w13_weight"], packed.parameters["w2_weight"]
+    theirs = layer.w13_weight, layer.w2_weight
+
+    def sides(tokens: int, _: bool) -> race.Sides:
+        calls = ((packed.kernel, ours), (method.moe_kernel, theirs))
+        return race.Sides(*(_call(kernel, method, layer, w, tokens) for kernel, w in calls))
+
+    race.race(of, found, max(race.SIZES), (False,), sides)
+    return done if found.loses() else _put(method, layer, packed)
+
+
+def _call(
+    kernel: Any, method: Any, layer: Any, weights: tuple[Tensor, Tensor], tokens: int
+) -> Callable[[], None]:
+    """A call of a layer's kernel with random tokens, as the layer makes it."""
+    moe, device = method.moe, weights[0].device
+    draws = torch.Generator(device).manual_seed(0)
+    like: Any = {"device": device, "generator": draws}
+    experts = getattr(layer, "global_num_experts", moe.num_experts)
+    hidden = torch.randn(tokens, layer.hidden_size, **like).to(moe.in_dtype)
+    ids = torch.rand(tokens, experts, **like).topk(moe.experts_per_token).indices.int()
+    shares = torch.full(ids.shape, 1 / moe.experts_per_token, device=device)
+    arguments = {
+        "activation": moe.activation,
+        "global_num_experts": experts,
+        "expert_map": getattr(layer, "expert_map", None),
+        "apply_router_weight_on_input": False,
+    }
+
+    def call() -> None:
+        kernel.apply(hidden, *weights, shares, ids, **arguments)
+
+    return call
 
 
 def _pairs() -> bool:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import OWN_PATH, UNEXPECTED, say_once, say_served, unexpected
+from moelora.integrations.vllm import (
+    OWN_PATH,
+    UNEXPECTED,
+    deltas,
+    race,
+    say_once,
+    say_served,
+    unexpected,
+)
 
 # Maps MoEActivation to moelora's names. vLLM's "gelu" is exact, moelora's is the tanh
 # approximation.
@@ -58,6 +67,8 @@ class Served(_Base):  # type: ignore[misc]
         super().__init__(*args, **named)
         self._reasons: dict[Any, str | None] = {}  # by activation
         self._refusal: str | None = None  # of the operator
+        self._of: dict[str, Any] | None = None  # what its table of times is of
+        self._table = race.Table()
 
     def _serve(self, call: Call) -> None:
         """Write `call.output`; ValueError or NotImplementedError, before anything is written, if
@@ -136,24 +147,74 @@ class Served(_Base):  # type: ignore[misc]
         """
         activation = problem[-1]
         shapes = super().workspace_shapes(*problem)
-        return shapes if self.reason_against(activation) else ((0,), (0,), shapes[2])
+        if self.reason_against(activation) or self._may_leave(problem[0]):
+            return shapes
+        return (0,), (0,), shapes[2]
 
     def apply(self, *args: Any, **named: Any) -> None:
         """Takes the fields of `Call`."""
         call = Call(*args, **named)
         reason = self.reason_against(call.activation)
         if reason is None and self._refusal is None:
+            if not self._is_ours(call):
+                return self._theirs(call)
             self._refusal = self._try(call)
             if self._refusal is None:
                 return
         self._step_aside(str(reason or self._refusal))
-        if reason is None:
-            _, *problem = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
-            experts = call.global_num_experts, call.w1.size(0), call.expert_tokens_meta
-            shapes = super().workspace_shapes(*problem, *experts, call.activation)
-            first, second = (call.hidden_states.new_empty(shape) for shape in shapes[:2])
-            call = call._replace(workspace13=first, workspace2=second)
-        super().apply(*call)
+        super().apply(*(self._with_workspaces(call) if reason is None else call))
+
+    # -- where both are timed (race.py) --
+
+    def _identity(self, call: Call) -> dict[str, Any] | None:
+        """What a table of times is of; None if vLLM's side cannot be timed here."""
+        return None
+
+    def _has_adapters(self, call: Call) -> bool:
+        """Whether tokens of the call have adapters."""
+        return False
+
+    def _sides(self, call: Call, tokens: int, adapters: bool) -> race.Sides:
+        """Both sides for the first tokens of a call."""
+        raise NotImplementedError
+
+    def _is_ours(self, call: Call) -> bool:
+        """Whether moelora runs a call that it could run: where it races, if it won."""
+        if not race.wanted():
+            return True
+        if self._of is None:
+            self._of = self._identity(call)
+            if self._of is None:
+                say_once(f"{type(self).__name__} is not timed on this card; {OWN_PATH}")
+                return False
+            self._table = race.table(self._of)
+        tokens, has = call.hidden_states.size(0), self._has_adapters(call)
+        states = (False, True) if has else (False,)
+        sides = functools.partial(self._sides, call)
+        race.race(self._of, self._table, tokens, states, sides)
+        return self._table.is_ours(tokens, has)
+
+    def _may_leave(self, tokens: int) -> bool:
+        """Whether a call of so many tokens may run vLLM's own path."""
+        if not race.wanted():
+            return False
+        return not all(self._table.is_ours(tokens, has) for has in (False, True))
+
+    def _theirs(self, call: Call) -> None:
+        """Run vLLM's own path and its own adapters."""
+        with deltas.left():
+            super().apply(*self._with_workspaces(call))
+
+    def _with_workspaces(self, call: Call) -> Call:
+        """A call with workspaces of vLLM's own path, where `workspace_shapes` promised none."""
+        _, *problem = self.moe_problem_size(call.hidden_states, call.w1, call.w2, call.topk_ids)
+        experts = call.global_num_experts, call.w1.size(0), call.expert_tokens_meta
+        shapes = super().workspace_shapes(*problem, *experts, call.activation)
+        given = call.workspace13, call.workspace2
+        if all(w.shape == torch.Size(s) for w, s in zip(given, shapes[:2], strict=True)):
+            return call
+        first, second = (call.hidden_states.new_empty(shape) for shape in shapes[:2])
+        return call._replace(workspace13=first, workspace2=second)
 
     def _try(self, call: Call) -> str | None:
         """Write `call.output`, or return why not, before anything is written."""
