@@ -8,8 +8,9 @@ converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this o
 when the first layer runs.
 `update_adapters` gives a running engine adapters from memory; `share_experts` makes its experts
 those of a trainer in the same process.
-`MOELORA_VLLM=0` in the environment turns it off; under vLLM's VLLM_BATCH_INVARIANT every call is
-batch invariant.
+`MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
+are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
+vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.
 
 If this build has no CUDA kernels, or no GPU can run them, vLLM is left unchanged, and the logger
 `vllm.moelora` reports it in one line; `moelora doctor` reports it without an engine (`report`). A

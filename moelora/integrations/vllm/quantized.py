@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moelora.integrations.vllm import SWITCH
 from moelora.integrations.vllm.experts import TritonExpertsWithLoRA
+from moelora.integrations.vllm.served import Call
 from moelora.weights import QuantizedWeights
 
 
@@ -46,6 +47,13 @@ class QuantizedExpertsWithLoRA(TritonExpertsWithLoRA):
         super().set_lora_context(ctx)
         if reason := self.reason_against(self.moe_config.activation):
             self._step_aside(reason)
+
+    def _is_ours(self, call: Call) -> bool:
+        """vLLM cannot read tiles: which side runs a layer is decided before it is packed."""
+        return True
+
+    def _may_leave(self, tokens: int) -> bool:
+        return False
 
     def _interleaved(self, activation: Any) -> bool:
         """As packed: rows that alternate in the checkpoint are put apart for adapters with factors

@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -151,9 +152,10 @@ def _row(sides: Sides) -> tuple[float, float] | None:
     if _spent >= BUDGET:
         say_once("the time for races is used up: layers that were not timed stay with vLLM")
         return None
+    sides.theirs()  # compiles and tunes, which vLLM needs in any case
+    sides.ours()
     start = time.monotonic()
     try:
-        sides.theirs()  # compiles and tunes, which vLLM needs in any case
         theirs = measure(sides.theirs)
         return measure(sides.ours), min(theirs, measure(sides.theirs))
     finally:
@@ -163,25 +165,31 @@ def _row(sides: Sides) -> tuple[float, float] | None:
 def measure(run: Callable[[], None]) -> float:
     """Seconds of one call on the GPU, from a graph: of a few tokens the host takes longer. The
     least of three."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, side, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):  # torch.cuda.graph would collect garbage, which takes long
         run()
-    replay = graph.replay
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(side)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed(count: int) -> float:
         begin.record()
         for _ in range(count):
-            replay()
+            graph.replay()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000 / count
 
     once = timed(1)
     count = max(1, min(20, int(SHARE / 4 / max(once, 1e-6))))
-    return min(timed(count) for _ in range(3))
+    least = min(timed(count) for _ in range(3))
+    graph.reset()
+    return least
 
 
 def _line(of: Mapping[str, Any], found: Table) -> str:
@@ -244,7 +252,7 @@ def _read(of: Mapping[str, Any]) -> Table:
 def _write(of: Mapping[str, Any], found: Table) -> None:
     path = folder() / f"{_name(of)}.json"
     rows = [[tokens, has, *seconds] for (tokens, has), seconds in sorted(found.rows.items())]
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text(json.dumps({"of": of, "rows": rows}, indent=1))
