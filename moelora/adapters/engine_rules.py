@@ -13,6 +13,7 @@ so.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from moelora.adapters.engine_names import STACKED, names_of
 from moelora.adapters.layers import LinearLayer, MoELayer, Projection
 
 Engine: TypeAlias = Literal["vllm", "sglang"]
+AGAIN = "the same factors again, by the name that vLLM 0.28 has"
 PER_EXPERT = "moelora adapters FOLDER --model CONFIG --per-expert OUT writes one pair per expert"
 
 
@@ -42,7 +44,7 @@ class Fate:
     why: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """The layers of a model that adapters may apply to, by transformers' names.
 
@@ -115,6 +117,7 @@ class _Place:
     why: str = ""
 
 
+@functools.lru_cache(maxsize=2)
 def _vllm_places(model: Model) -> dict[str, _Place]:
     """vLLM's modules with LoRA, by all names that a file may have for them."""
     names = names_of(model.model_type)
@@ -181,6 +184,13 @@ def _vllm(
         for fate, part in _of_layer(model, layer, parts):
             wide_and_tall = _sizes(model, layer, part)
             yield _checked(fate, shapes[fate.key], *wide_and_tall) if fate.layer else fate
+
+
+def vllm_part(model: Model, fate: Fate) -> str:
+    """The part of a layer of experts that vLLM uses a tensor for: "gate_up", "3.down", or ""."""
+    match = _FACTOR.fullmatch(fate.key)
+    name = "" if match is None else match["module"].removeprefix("base_model.model.")
+    return _vllm_places(model)[name].part
 
 
 def _sizes(model: Model, layer: str, part: str) -> tuple[int, int]:
@@ -261,8 +271,8 @@ def _of_layer(
         for key, place in entries:
             if place.why != "older":
                 yield Fate(key, "used", layer, place.why), part
-            elif newer:  # the same factors again, for releases that have this name
-                yield Fate(key, "used", layer), part
+            elif newer:
+                yield Fate(key, "used", layer, AGAIN), part
             else:
                 why = f"only vLLM 0.28 calls a module so; later releases have {layer}"
                 yield Fate(key, "ignored", why=why), part

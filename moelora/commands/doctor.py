@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("vllm", "sglang", "transformers"),
         help="needs --lora: what will serve it (default: the servers that are installed, else all)",
     )
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="needs --lora: a running vLLM with the endpoint plugin moelora_digests: does it hold "
+        "what the folder has? URL#NAME names the adapter (default: by the folder)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -57,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         from moelora.commands import doctor_lora
 
         return doctor_lora.run(args)
-    if more := [name for name in ("model", "engine") if getattr(args, name) is not None]:
+    if more := [name for name in ("model", "engine", "server") if getattr(args, name) is not None]:
         print(f"moelora doctor: --{more[0]} needs --lora, an adapter's folder", file=sys.stderr)
         return 2
     from moelora.integrations.sglang.report import REPORT as SGLANG

@@ -22,7 +22,7 @@ from typing import Any
 
 from moelora.adapters import load
 from moelora.adapters.config import CONFIG_FILE
-from moelora.adapters.engine_rules import Fate, Model, fates
+from moelora.adapters.engine_rules import AGAIN, Fate, Model, fates
 from moelora.adapters.files import file_in, read_json
 from moelora.adapters.folders import reading
 from moelora.adapters.layers import Adapter
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         shapes, config = reading(Path(args.lora), _read)
         empty, model = _model(args.model, config)
-        engines = [args.engine] if args.engine else _installed()
+        engines: list[Any] = [args.engine] if args.engine else _installed()
+        engines = ["vllm"] if args.server is not None else engines
         results = {
             engine: _of_transformers(args.lora, empty, shapes)
             if engine == "transformers"
@@ -55,6 +56,16 @@ def run(args: argparse.Namespace) -> int:
     for engine, found in results.items():
         _say(_table(ENGINES[engine], found, len(shapes)))
         lost |= any(fate.what != "used" for fate in found)
+    if args.server is not None:
+        from moelora.commands.doctor_server import compare
+
+        try:
+            lines, same = compare(args.server, args.lora, model, results["vllm"])
+        except (OSError, ValueError) as error:
+            print(f"moelora doctor: {printable(error)}", file=sys.stderr)
+            return 2
+        _say(lines)
+        return 1 if lost or not same else 0
     used = {fate.layer for found in results.values() for fate in found if fate.what == "used"}
     lines, works = _forward(args.lora, empty, model, used)
     _say(lines)
@@ -148,7 +159,7 @@ def _plain(name: str) -> str:
 def _table(engine: str, found: Sequence[Fate], count: int) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Fate]] = defaultdict(list)
     for fate in found:
-        if fate.what != "used" or fate.why:
+        if fate.what != "used" or fate.why not in ("", AGAIN):
             groups[fate.what, re.sub(r"\d+", "N", fate.why)].append(fate)
     lost = sum(fate.what != "used" for fate in found)
     layers = len({fate.layer for fate in found if fate.what == "used"})

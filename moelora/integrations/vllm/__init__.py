@@ -139,9 +139,10 @@ def _install() -> None:
     if problem := interface.problem(interface.UPDATES):
         say_once(f"{problem}; update_adapters is off")
     else:
-        from moelora.integrations.vllm import update
+        from moelora.integrations.vllm import digests, update
 
         update.install()
+        digests.install()
     if problem := interface.problem(interface.QUANTIZED):
         say_once(f"{problem}; {OWN_PATH} for quantized layers")
     else:
