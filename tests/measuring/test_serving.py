@@ -72,7 +72,9 @@ def test_each_engine_runs_each_load_alone(run, tmp_path, monkeypatch):
     assert all("served" not in row for row in written["cases"])
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok", "stopped"}
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
-    assert "| bf16, micro | decode of 64 | 2,000 | - | **2,000** |" in tables.section("serving_rates")
+    assert "| bf16, micro | decode of 64 | 2,000 | - | **2,000** |" in tables.section(
+        "serving_rates"
+    )
     assert "| vllm + moelora | load_8 | 4 |" in tables.section("serving_all")
 
 

@@ -130,6 +130,35 @@ class MoEPrepareAndFinalizeNoDPEPModular:
     pass
 
 
+class MoEPrepareAndFinalizeNaiveDPEPModular:
+    """Tokens of all ranks, with the adapters that the sender's context has."""
+
+    def __init__(self, is_sequence_parallel=False, num_dispatchers=1):
+        self._lora_context = None
+
+    def set_lora_context(self, ctx):
+        self._lora_context = ctx
+
+    def prepare(
+        self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
+        quant_config, defer_input_quant=False,
+    ):  # fmt: skip
+        ctx, more = self._lora_context, []
+        if ctx is not None:
+            meta = ctx.punica_wrapper.token_mapping_meta
+            more = [meta.token_lora_mapping[: a1.shape[0]]]
+        a1, topk_weights, topk_ids, *more = map(gathered, (a1, topk_weights, topk_ids, *more))
+        if ctx is not None:
+            (ctx.local_token_lora_mapping,) = more
+        return a1, None, None, topk_ids, topk_weights
+
+
+def gathered(mine):
+    every = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, mine.contiguous())
+    return torch.cat(every)
+
+
 def maybe_make_prepare_finalize(
     moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False
 ):
@@ -368,6 +397,7 @@ PLACES = {
     f"{_MOE}.modular_kernel": ["FusedMoEKernel", "ExpertTokensMetadata"],
     f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
     f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
+    f"{_MOE}.prepare_finalize.naive_dp_ep": ["MoEPrepareAndFinalizeNaiveDPEPModular"],
     "vllm.config": ["get_current_vllm_config_or_none"],
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],

@@ -116,6 +116,8 @@ class LoRAModelManager:
         self._registered_adapters, self._active_adapters = OrderedDict(), OrderedDict()
         self.lora_index_to_id = [None] * self.lora_slots
         self._last_mapping = None
+        meta = SimpleNamespace(token_lora_mapping=torch.empty(0, dtype=torch.int32))
+        self.punica_wrapper_mapping = {"language_model": SimpleNamespace(token_mapping_meta=meta)}
 
     def __len__(self):
         return len(self._registered_adapters)
@@ -165,6 +167,11 @@ class LoRAModelManager:
     def deactivate_adapter(self, adapter_id):
         if self._active_adapters.pop(adapter_id, 0) is None:
             self.lora_index_to_id[self.lora_index_to_id.index(adapter_id)] = None
+
+    def remove_all_adapters(self):
+        self._registered_adapters.clear()
+        self._active_adapters.clear()
+        self.lora_index_to_id = [None] * self.lora_slots
 
     def remove_adapter(self, adapter_id):
         self.deactivate_adapter(adapter_id)

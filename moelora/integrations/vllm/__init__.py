@@ -143,6 +143,12 @@ def _install() -> None:
 
         update.install()
         digests.install()
+    if problem := interface.problem(interface.TRAVEL):
+        adapters.ranks_mix = problem
+    else:
+        from moelora.integrations.vllm import travel
+
+        travel.install()
     if problem := interface.problem(interface.QUANTIZED):
         say_once(f"{problem}; {OWN_PATH} for quantized layers")
     else:

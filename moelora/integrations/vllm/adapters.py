@@ -90,12 +90,14 @@ def _unsharded(
     create_lora_weights(self, max_loras, lora_config, model_config)
 
 
+ranks_mix = ""  # why data-parallel ranks send each other slots, which each gives out by itself
+
+
 def _warn_of_ranks(moe_config: Any) -> None:
-    """Data-parallel ranks send each other slots, which vLLM gives to adapters by rank."""
-    if getattr(getattr(moe_config, "moe_parallel_config", None), "dp_size", 1) > 1:
+    if ranks_mix and getattr(getattr(moe_config, "moe_parallel_config", None), "dp_size", 1) > 1:
         say_once(
-            "data-parallel ranks of vLLM number adapters by themselves: in batches of several "
-            "adapters requests can get each other's, with moelora and without"
+            f"{ranks_mix}: data-parallel ranks of vLLM number adapters by themselves, and in "
+            "batches of several adapters requests can get each other's, with moelora and without"
         )
 
 

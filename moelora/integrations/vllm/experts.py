@@ -84,8 +84,6 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
 
     def _sides(self, call: Call, tokens: int, adapters: bool) -> race.Sides:
         local = getattr(self._lora_context, "local_token_lora_mapping", None)
-        if adapters and local is not None and tokens != call.hidden_states.size(0):
-            raise ValueError("adapters come with tokens of other ranks")
         hidden = call.hidden_states[:tokens]
         part = call._replace(
             output=torch.empty_like(hidden),  # the call's shares memory with its workspace
@@ -101,10 +99,14 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
             def call_it() -> None:
                 ctx = self._lora_context
                 self._lora_context = ctx if adapters else None
+                if local is not None:  # of tokens of all ranks
+                    ctx.local_token_lora_mapping = local[:tokens]
                 try:
                     run(part)
                 finally:
                     self._lora_context = ctx
+                    if local is not None:
+                        ctx.local_token_lora_mapping = local
 
             return call_it
 

@@ -11,6 +11,7 @@ __all__ = [
     "LAYERS",
     "QUANTIZED",
     "SHARED",
+    "TRAVEL",
     "UPDATES",
     "Interface",
     "is_absent",
@@ -146,6 +147,25 @@ UPDATES = Interface(
 
 # What `share_experts` calls.
 SHARED = Interface(called={"vllm.v1.engine.llm_engine": {"LLMEngine.apply_model": "self func"}})
+# Where tokens of data-parallel ranks are exchanged, and slots are filled.
+TRAVEL = Interface(
+    replaced={
+        f"{_MOE}.prepare_finalize.naive_dp_ep": {
+            "MoEPrepareAndFinalizeNaiveDPEPModular.prepare": (
+                "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
+                "quant_config defer_input_quant"
+            ),
+        },
+        "vllm.lora.model_manager": {"LoRAModelManager.activate_adapter": "self lora_id"},
+        "vllm.lora.worker_manager": {"WorkerLoRAManager._load_adapter": "self lora_request"},
+    },
+    fields={
+        f"{_MOE}.experts.lora_context": {
+            "MoELoRAContext": "punica_wrapper local_token_lora_mapping"
+        },
+        "vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path"},
+    },
+)
 
 # Required by any quantized layer, in addition to its method.
 QUANTIZED = Interface(
