@@ -39,9 +39,9 @@ class Server:
         self.state = SimpleNamespace(openai_serving_models=models)
         with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
             points = tomllib.load(file)["project"]["entry-points"]["vllm.endpoint_plugins"]
-        ((name, value),) = points.items()
-        plugin = importlib.metadata.EntryPoint(name, value, "vllm.endpoint_plugins").load()()
-        assert plugin.name == name != "moelora"  # VLLM_PLUGINS=moelora alone adds no route
+        name = "moelora_adapters"
+        plugin = importlib.metadata.EntryPoint(name, points[name], "vllm.endpoint_plugins").load()()
+        assert plugin.name == name and "moelora" not in points  # which alone adds no route
         self.post = self._fastapi(plugin) if client == "fastapi" else self._asgi(plugin)
         self.plugin, self.args = plugin, SimpleNamespace(**{"api_server_count": 1} | args)
         self.start()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import travel_cases
-from ranks import ON_CPUS, run_two
+from ranks import ON_CPUS, run_ranks
 from test_vllm_update import given
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LLM
@@ -16,7 +16,7 @@ pytest_plugins = ["vllm_fixtures"]
 
 def test_two_ranks_whose_slots_are_filled_in_another_order():
     env = ON_CPUS | {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    lines = run_two(travel_cases.__file__, modules="torch pytest moelora", **env)
+    lines = run_ranks(travel_cases.__file__, modules="torch pytest moelora", **env)
     assert len(lines) == 2
     for line in lines:
         ids, slots = map(float, line.split()[2:])
