@@ -99,9 +99,9 @@ class Vllm:
         return tokens, theirs, [one.routed_experts for one in found]
 
     def share(self, model):
-        from moelora.integrations.vllm import share_experts
+        import moelora.integrations.transformers as mt
 
-        self.shared = share_experts(model, self.llm)
+        self.shared = mt.share_experts(model, self.llm)
 
     def push(self, slot):
         """Bytes of the factors that the engine now serves."""

@@ -20,10 +20,13 @@ ROOMS = {
     "integrations/transformers": {*ENGINE, "reference", "training", "integrations/vllm"}
     - {"integrations"},
     "integrations/peft": {"operators", "adapters", "integrations/transformers"},
+    "integrations/trl": {"integrations/peft", "integrations/vllm"},
     "": {"_C", *ENGINE, "training", "integrations/vllm", "integrations/sglang"} - {"integrations"},
     "bench": {"", "_C", "operators", "weights", "reference", "integrations/vllm"},
 }
-ROOMS["commands"] = {room for room in ROOMS if room != "integrations/peft"}
+ROOMS["commands"] = {
+    room for room in ROOMS if room not in ("integrations/peft", "integrations/trl")
+}
 
 
 def room_of(module):

@@ -45,11 +45,13 @@ from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.multi import multi_lora
 from moelora.integrations.transformers.quantized import load_quantized, load_quantized_experts
 from moelora.integrations.transformers.routing import Routing, record_routing, replay_routing
+from moelora.integrations.transformers.share import SharedExperts, share_experts
 
 __all__ = [
     "BASE",
     "IMPLEMENTATION",
     "Routing",
+    "SharedExperts",
     "enable",
     "enable_checkpointing",
     "experts_forward",
@@ -62,6 +64,7 @@ __all__ = [
     "pool",
     "record_routing",
     "replay_routing",
+    "share_experts",
     "unload_adapters",
     "use_adapters",
 ]

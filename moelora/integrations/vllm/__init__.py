@@ -6,8 +6,7 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
-`update_adapters` gives a running engine adapters from memory; `share_experts` makes its experts
-those of a trainer in the same process.
+`update_adapters` gives a running engine adapters from memory.
 `MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
 are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
 vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.
@@ -37,7 +36,6 @@ UNEXPECTED = AttributeError, TypeError  # where an object of another release is 
 __all__ = [
     "pack_adapters",
     "register",
-    "share_experts",
     "update_adapters",
     "update_adapters_async",
 ]
@@ -158,7 +156,6 @@ def _install() -> None:
 
 
 from moelora.integrations.vllm.route import pack_adapters  # noqa: E402
-from moelora.integrations.vllm.share import share_experts  # noqa: E402
 from moelora.integrations.vllm.update import (  # noqa: E402 # which wraps by the functions above
     update_adapters,
     update_adapters_async,

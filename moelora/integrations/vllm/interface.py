@@ -145,7 +145,7 @@ UPDATES = Interface(
     fields={"vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path"}},
 )
 
-# What `share_experts` calls.
+# What `share_experts` of moelora.integrations.transformers calls.
 SHARED = Interface(called={"vllm.v1.engine.llm_engine": {"LLMEngine.apply_model": "self func"}})
 # Where tokens of data-parallel ranks are exchanged, and slots are filled.
 TRAVEL = Interface(

@@ -132,7 +132,7 @@ async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
         registry = engine._moelora = _Registry(f"{PREFIX}{os.getpid()}-{next(_engines)}/")
     states = getattr(getattr(engine, "output_processor", None), "request_states", None)
     running = None if states is None else {s.lora_name for s in states.values()}
-    shared = _shares_memory(engine)
+    shared = shares_memory(engine)
     new: dict[str, Any] = {}
     payload = []
     for name, given in adapters.items():
@@ -190,7 +190,7 @@ def checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]
     return json.loads(plain), tensors
 
 
-def _shares_memory(engine: Any) -> bool:
+def shares_memory(engine: Any) -> bool:
     """Whether workers run in this process."""
     inside = type(getattr(engine, "engine_core", None)).__name__ == "InprocClient"
     parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)

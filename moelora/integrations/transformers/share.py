@@ -17,8 +17,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.projection import (
+    expert_weights,
+    is_interleaved,
+    is_quantized,
+    set_parameters,
+    set_quantized,
+    sizes,
+    up_name,
+)
+from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.vllm import interface
-from moelora.integrations.vllm.update import _shares_memory
+from moelora.integrations.vllm.update import shares_memory
 from moelora.operators.checks import dtype_name
 from moelora.weights import QuantizedWeights
 
@@ -85,9 +97,6 @@ def share_experts(model: nn.Module, llm: Any) -> SharedExperts:
     -----
     Weights that the engine loads later, into the same storage, are the trainer's, too.
     """
-    from moelora.integrations.transformers.layers import moe_layers
-    from moelora.integrations.transformers.quantizer import refuse_saving
-
     engine = getattr(llm, "llm_engine", llm)
     _refuse("the engine", _engine_rows(engine))
     if any(hasattr(module, "lora_ranks") for module in model.modules()):
@@ -121,7 +130,7 @@ def share_experts(model: nn.Module, llm: Any) -> SharedExperts:
         base = getattr(model, "get_base_model", None)  # of a PeftModel
         whole: Any = model if base is None else base()
         refuse_saving(whole)
-        whole.set_experts_implementation("moelora")
+        whole.set_experts_implementation(IMPLEMENTATION)
     return SharedExperts(freed, bound)
 
 
@@ -158,7 +167,7 @@ def _engine_rows(engine: Any) -> Iterator[Row]:
     ranks = getattr(parallel, "world_size", 1)
     yield ranks > 1, f"has {ranks} ranks", "start it with tensor_parallel_size=1"
     yield (
-        not _shares_memory(engine),
+        not shares_memory(engine),
         "runs in another process",
         "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported",
     )
@@ -189,8 +198,6 @@ def _served_rows(layer: nn.Module) -> Iterator[Row]:
 
 
 def _layer_rows(module: Experts, pair: Pair, experts: Any) -> Iterator[Row]:
-    from moelora.integrations.transformers.projection import is_interleaved, sizes
-
     checkpoint = "give both the same checkpoint"
     own, theirs = ([tuple(x) for x in s] for s in (sizes(module), (w.shape for w in pair)))
     yield own != theirs, f"is {own}, and the engine's {theirs}", checkpoint
@@ -228,8 +235,6 @@ def _layer_rows(module: Experts, pair: Pair, experts: Any) -> Iterator[Row]:
 
 def _own(module: Experts) -> list[Weights]:
     """The weights of a module as (E, N, K), if they are in memory and in a format that is read."""
-    from moelora.integrations.transformers.projection import expert_weights, is_quantized
-
     found: list[Any] = [*expert_weights(module)]
     if any(w.device.type == "meta" or w.dtype == torch.float8_e4m3fn for w in found):
         return []
@@ -270,8 +275,6 @@ def _expert(weights: Weights, expert: int) -> Tensor:
 
 def _nbytes(module: Experts, pair: Pair) -> int:
     """Bytes of the weights of a module that are not the engine's already."""
-    from moelora.integrations.transformers.projection import up_name
-
     names = up_name(module), "down_proj"
     held = [
         t
@@ -286,8 +289,6 @@ def _nbytes(module: Experts, pair: Pair) -> int:
 
 
 def _bind(module: Experts, pair: Pair) -> None:
-    from moelora.integrations.transformers.projection import set_parameters, set_quantized
-
     put: Callable[..., None] = partial(set_parameters, shared=True)
     if isinstance(pair[1], QuantizedWeights):
         put = set_quantized

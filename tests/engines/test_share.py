@@ -9,7 +9,7 @@ from cases import Spec
 from small_models import config
 from test_vllm_fp8 import FP8, Fp8Layer
 from transformers import AutoModelForCausalLM
-from vllm_layer import HERE, Layer, load
+from vllm_layer import Layer
 from vllm_quantized import KINDS, QuantizedLayer, Routed
 from vllm_stand_in_lora import LLMEngine
 
@@ -46,7 +46,7 @@ class Pair:
 
     def __init__(self, vllm, kind):
         vllm.register()
-        self.share = load(f"{HERE}.share").share_experts
+        self.share = mt.share_experts
         gpt_oss = "gpt_oss" if kind in ("gpt_oss", "16 bits, swigluoai") else "qwen3_moe"
         sizes = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128}
         sizes |= {"num_experts": 4, "num_local_experts": 4, "mlp_only_layers": []}
