@@ -4,10 +4,12 @@ import threading
 import time
 
 import pytest
-from adapter_cases import check, registered, wait_until
+import torch
+from adapter_cases import CONFIG, LAYERS, check, make_pool, registered, wait_until, wrapped
+from conftest import needs_gpu
 from threads import run_threads
 
-from moelora.adapters import NoSlot
+from moelora.adapters import NoSlot, transfer
 from moelora.adapters import host as host_module
 from moelora.adapters.turns import OVERTAKEN
 
@@ -187,3 +189,61 @@ def test_what_a_batch_has_taken_is_not_wanted_any_more(tmp_path):
     for name in "cdc":
         pool.lookup(name)
     assert pool.names() == ["d", "c"]
+
+
+class Event:
+    """A CUDA event that a test completes."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+
+def test_a_batch_may_start_before_the_last_copies(monkeypatch):
+    """At the pace so far: three of four megabytes in 30 ms leave 10 ms for the last one."""
+    pool = make_pool(max_loras=1, host=1)
+    pool.register("a", wrapped()[0], config=CONFIG)
+    pool.lookup("a")
+    now = [10.0]
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(transfer, "is_capturing", lambda: False)
+    events = [Event() for _ in range(4)]
+    last = {torch.device("cuda"): events[-1]}
+    arrival = transfer.Arrival({}, last, [(event, 1 << 20) for event in events])
+    pool._versions.entry("a").arrival = arrival
+    assert not pool.ready("a", within=60)
+    now[0] += 0.030
+    for event in events[:3]:
+        event.done = True
+    assert pool.ready("a", within=0.0101) and not pool.ready("a", within=0.0099)
+    assert not pool.ready("a")
+    events[3].done = True
+    assert pool.ready("a")
+    with pytest.raises(ValueError, match="within is -1, wanted seconds"):
+        pool.ready("a", within=-1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_layers_are_waited_for_one_by_one(tmp_path):
+    """Copies are behind a long kernel; the host goes on, and readers get all of them."""
+    pool, made = registered(tmp_path, "abc", max_loras=2, device="cuda")
+    for name in "bca":  # allocates host memory, which waits for the GPU
+        pool.mapping([name, None])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # readers' stream is busy for about 1 s
+    busy = torch.cuda.Event()
+    busy.record()
+    with pool.hold(["a", "b"], layerwise=True) as held:
+        mapping = pool.mapping(["b", None], held=held)
+        assert not busy.query(), "the host waits for nothing"
+        assert not pool.ready("b") and pool.ready("a")
+        for layer in LAYERS:
+            held.wait(layer.name)
+        slot = pool.lookup("b", held=held)
+        factors = pool.layer(LAYERS[0].name)["w2_lora_b"][slot].clone()
+        torch.cuda.synchronize()
+        assert pool.ready("b") and mapping.tolist() == [slot, -1]
+        assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
+    check(pool, "b", made[1][1], 2.0)
