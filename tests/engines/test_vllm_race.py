@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cases import Spec
+from conftest import needs_gpu
 from torch import nn
 from vllm_hooks import Deltas, Own
 from vllm_layer import HERE, Layer, load
@@ -27,6 +28,12 @@ def machine(monkeypatch, card=CARD):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
+def forget(race):
+    """What a process looks up once."""
+    race._card.cache_clear()
+    race.wanted.cache_clear()
+
+
 @pytest.fixture
 def race(vllm, monkeypatch, tmp_path):
     """The module, with a pretended clock: `race.slower` has the tokens at which moelora is slower,
@@ -34,7 +41,7 @@ def race(vllm, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine(monkeypatch)
     race = load(f"{HERE}.race")
-    race._card.cache_clear()
+    forget(race)
     race._tables.clear()
     monkeypatch.setattr(race, "_spent", 0.0)
     monkeypatch.setattr(race, "SIZES", SIZES)
@@ -65,7 +72,7 @@ def race(vllm, monkeypatch, tmp_path):
     logger.setLevel(logging.INFO)
     yield race
     logger.setLevel(logging.NOTSET)
-    race._card.cache_clear()
+    forget(race)
 
 
 def new_process(race, monkeypatch):
@@ -201,9 +208,9 @@ def test_ranks_write_at_once(race):
 )
 def test_where_layers_race(race, vllm, monkeypatch, card, env, races):
     machine(monkeypatch, card)
-    race._card.cache_clear()
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    forget(race)
     vllm.register()
     race.slower = SIZES
     assert race.wanted() == races
@@ -329,3 +336,15 @@ def test_a_layer_that_is_left_has_vllms_own_adapters(race, vllm):
         made()
     assert [call.name for call in own.calls] == ["add_lora_w13", "add_lora_w2"]
     assert not race.timed
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_call_is_timed_by_the_gpus_clock(vllm):
+    """In a graph, whose replays compute what the call does."""
+    race = load(f"{HERE}.race")
+    x = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
+    out = torch.zeros_like(x)
+    seconds = race.measure(lambda: torch.mm(x, x, out=out))
+    assert 0 < seconds < 1
+    assert bool((out == 512).all())

@@ -7,6 +7,8 @@ import pytest
 from vllm_names import PROJ, VLLM
 from vllm_sources import RELEASES, Sources, needs_sources
 
+from moelora.adapters import engine_rules
+from moelora.adapters.engine_names import STACKED
 from moelora.integrations.vllm import interface
 from moelora.integrations.vllm.formats import FORMATS
 
@@ -18,7 +20,7 @@ def sources(request):
     return Sources(request.param)
 
 
-PARTS = "LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "SHARED", "UPDATES"
+PARTS = "LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "SHARED", "TRAVEL", "UPDATES"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -48,6 +50,42 @@ def test_models_have_the_names_that_are_written(sources, model_type):
             assert re.search(rf"self\.{attribute}\b", text), attribute
     found = re.search(r"ckpt_names=\(([^)]*)\)", text)
     assert (ast.literal_eval(f"({found[1]})") if found else PROJ) == projections
+
+
+@pytest.mark.parametrize("model_type", VLLM)
+def test_which_models_have_adapters_of_embeddings(sources, model_type):
+    """`moelora doctor --lora` goes by the rules of the newest release."""
+    if sources.folder != RELEASES[-1]:
+        pytest.skip("the rules are those of the newest release")
+    files = VLLM[model_type][0].split()
+    text = "\n".join(sources.text(f"vllm.model_executor.models.{name}") for name in files)
+    there = re.search(r"embedding_modules = \{\S", text) is not None
+    assert there == (model_type in engine_rules._EMBEDDINGS)
+    assert ("is_3d_moe_weight" in text) == (model_type in STACKED)
+
+
+KEYS = [
+    "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight",
+    "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
+    "model.layers.0.self_attn.q_proj.lora_B.weight",
+    "base_model.model.model.embed_tokens.lora_embedding_A",
+    "base_model.model._orig_mod.lm_head.lora_A.weight",
+    "base_model.model.lm_head.lora_A.default.weight",
+    "base_model.model.lm_head.weight",
+    "base_model.model.lm_head.lora_C.weight",
+    "lora_A.weight",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_names_of_factors_are_read_as_vllm_reads_them(sources, key):
+    (parse,) = sources.functions("vllm.lora.utils", "parse_fine_tuned_lora_name")
+    match = engine_rules._FACTOR.fullmatch(key)
+    try:
+        module, _ = parse(key)
+    except ValueError:
+        module = None
+    assert (module or None) == (match and match["module"].removeprefix("base_model.model."))
 
 
 # What formats.py reads of a method or of the layer that it loaded, by name.

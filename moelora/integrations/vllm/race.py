@@ -78,6 +78,7 @@ def forced() -> bool:
     return os.environ.get(SWITCH, "").strip().lower() in ("1", "true", "on", "yes")
 
 
+@functools.cache
 def wanted() -> bool:
     """Whether layers race: on cards other than those that moelora was measured on, or with the
     kernels of other cards (MOELORA_MAX_CC), unless MOELORA_VLLM=1."""
