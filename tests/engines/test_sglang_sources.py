@@ -9,8 +9,10 @@ import ast
 import logging
 import os
 import re
+from collections.abc import Iterable
 from importlib import util
 from pathlib import Path
+from typing import Union
 
 import pytest
 from cases import Spec
@@ -18,6 +20,7 @@ from sglang_stand_in import OWN, make_base_layer, runner_of
 from test_sglang import LEGACY, SIGNATURES
 from vllm_sources import Sources
 
+from moelora.adapters import engine_rules
 from moelora.integrations import sglang as plugin
 from moelora.integrations.sglang import interface
 
@@ -40,6 +43,25 @@ pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of SGLang in {
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
 def release(request) -> Path:
     return request.param
+
+
+TARGETS = ["model.layers.0.mlp.gate_proj", "q_proj", "unembed_tokens", "kv_a_proj_with_mqa", "gate"]
+
+
+def test_names_are_read_as_sglang_reads_them(release):
+    """By `moelora doctor --lora`, whose rules are those of the releases with triton_v2."""
+    only_where_there_is_triton_v2(release)
+    names = {"Union": Union, "Iterable": Iterable}
+    (normalized,) = Sources(release).functions(
+        "sglang.srt.lora.utils", "get_normalized_target_modules", **names
+    )
+    for one in [*engine_rules._NORMALIZED, *TARGETS]:
+        assert engine_rules._targets({"target_modules": [one]}) == normalized([one])
+    assert normalized("all-linear") == {"all"}
+    text = (release / "sglang/srt/layers/utils/common.py").read_text()
+    assert engine_rules._NUMBER.pattern in text, "of a layer"
+    text = (release / "sglang/srt/lora/mem_pool.py").read_text()
+    assert engine_rules._EXPERT.pattern in text, "of an expert"
 
 
 def only_where_there_is_triton_v2(release):
