@@ -293,6 +293,24 @@ def test_a_quantized_layer_stays_with_vllm_if_it_loses_anywhere(
             monkeypatch.setattr(race, "_row", None)
 
 
+def test_a_format_that_vllm_fails_on_runs_in_moelora(race, vllm, lines, monkeypatch):
+    engines_own(vllm, "gptq")
+    place = load(f"{HERE}.methods")
+
+    def fail(process, method, layer, packed, format, run=place._race):
+        def process(*_):
+            raise RuntimeError("no kernel image is available")
+
+        return run(process, method, layer, packed, format)
+
+    monkeypatch.setattr(place, "_race", fail)
+    vllm.register()
+    spec = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
+    made = QuantizedLayer(vllm, "gptq", spec)
+    made.check(made())
+    assert any("vLLM's own path fails (RuntimeError: no kernel image" in line for line in lines)
+
+
 def test_doctor_prints_the_tables(race, vllm):
     vllm.register()
     race.slower = (8,)

@@ -27,7 +27,16 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
-from moelora.integrations.vllm import OWN_PATH, interface, race, say_once, unexpected, wrap
+from moelora.integrations import shown
+from moelora.integrations.vllm import (
+    OWN_PATH,
+    UNEXPECTED,
+    interface,
+    race,
+    say_once,
+    unexpected,
+    wrap,
+)
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
 from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
@@ -184,7 +193,11 @@ def _taking_over(
     decided = hasattr(self, "_moelora_theirs")
     if format.rounds and not decided:
         return process(self, layer)
-    reason = _reason(self, layer, format) or _lost(self, format)
+    reason = _reason(self, layer, format)
+    try:
+        reason = reason or _lost(self, format)
+    except UNEXPECTED as error:
+        reason = unexpected(error)
     if reason is None:
         try:
             packed = _packed(self, layer, format)
@@ -244,7 +257,11 @@ def _race(
         return _put(method, layer, packed)
     if hasattr(method, "_moelora_theirs"):
         _give_back(method, layer, "it races with vLLM")
-    done = process(method, layer)
+    try:
+        done = process(method, layer)
+    except Exception as error:  # of a format that vLLM has no kernels for here
+        say_once(f"vLLM's own path fails ({shown(error)}): moelora runs {format.about} layers")
+        return _put(method, layer, packed)
     ours = packed.parameters["w13_weight"], packed.parameters["w2_weight"]
     theirs = layer.w13_weight, layer.w2_weight
 
