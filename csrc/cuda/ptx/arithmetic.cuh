@@ -1,4 +1,4 @@
-/* Arithmetic in PTX, where the compiler would choose worse instructions. */
+/* Arithmetic, in PTX where the compiler would choose worse instructions. */
 #ifndef MOELORA_CUDA_PTX_ARITHMETIC_CUH
 #define MOELORA_CUDA_PTX_ARITHMETIC_CUH
 
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return d;
 }
 
-/* Returns the bytes that PTX's prmt selects. Unlike __byte_perm, it obeys bit 3 of a selector,
- * which replicates the sign bit of the selected byte. */
+/* Returns the four bytes that PTX's prmt selects. Unlike __byte_perm, it obeys bit 3 of each
+ * nibble of SELECTOR, which replicates the sign bit of the selected byte. */
 template <int SELECTOR> __device__ __forceinline__ uint32_t select_bytes(uint32_t x) {
   uint32_t d;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(x), "n"(SELECTOR));

@@ -47,9 +47,9 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-/* Waits in a plain loop: a trap or printf here would raise the register count of the whole kernel.
- * The suspend-time hint is 10 ms. Without it `mbarrier.try_wait` returns early, and spinning warps
- * take issue slots from the others. */
+/* Waits for the phase of parity `parity`, in a plain loop: a trap or printf here would raise the
+ * register count of the whole kernel. The suspend-time hint is 10 ms. Without it
+ * `mbarrier.try_wait` returns early, and spinning warps take issue slots from the others. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile("{\n"
                ".reg .pred done;\n"
@@ -174,7 +174,7 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
-/* Stores a word to the shared memory of CTA `rank`. */
+/* Stores a word at the offset of `at` in the shared memory of CTA `rank`. */
 __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint32_t v) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives on the barrier of CTA `rank`. The default, a release at CTA scope, suffices to order this
- * thread's reads of a stage before the arrival; at cluster scope it would fence global memory. */
+/* Arrives on the barrier at the offset of `barrier` in CTA `rank`. Its release is at CTA scope, the
+ * default, which orders this thread's reads of a stage; cluster scope would fence global memory. */
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
@@ -237,9 +237,8 @@ template <int COUNT> __device__ __forceinline__ void fence_accumulators(float *d
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Returns the matrix descriptor of a K-major tile of 128-byte rows with 128-byte swizzle:
- * contiguous 8-row atoms of 1024 bytes. Adding 2 (units of 16 bytes) advances K by 16 16-bit
- * elements. */
+/* Returns the matrix descriptor of a tile of 128-byte rows with 128-byte swizzle: contiguous 8-row
+ * atoms of 1024 bytes. K-major: adding 2 (units of 16 bytes) advances K by 16 16-bit elements. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
          (uint64_t)((address & 0x3FFFF) >> 4);

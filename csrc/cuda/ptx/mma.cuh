@@ -1,5 +1,5 @@
-/* PTX of sm_80 and up: cp.async, ldmatrix, mma.sync, cached loads. Shared memory addresses are
- * 32-bit, in the shared window. */
+/* PTX of sm_80 and up: cp.async, ldmatrix, mma.sync, loads with cache hints. Shared memory
+ * addresses are 32-bit, in the shared window. */
 #ifndef MOELORA_CUDA_PTX_MMA_CUH
 #define MOELORA_CUDA_PTX_MMA_CUH
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_global_16(void *to, uint4 v) {
                : "memory");
 }
 
-/* Loads `count` (0..8) elements, zero-filled to 8; no alignment required. */
+/* Loads eight elements, of which those from `count` on are zero, without 16-byte accesses. */
 template <class T> __device__ __forceinline__ uint4 load_elements(const T *from, int count) {
   uint32_t words[4];
 #pragma unroll
@@ -114,7 +114,7 @@ template <class T> __device__ __forceinline__ uint4 load_elements(const T *from,
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Copies `count` (0..8) elements to shared memory, zero-filled to 8. */
+/* Copies eight elements to shared memory, of which those from `count` on are zero. */
 template <class T>
 __device__ __forceinline__ void copy_elements(uint32_t to, const T *from, int count) {
   store_shared_16(to, load_elements(from, count));
@@ -224,11 +224,9 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
   return v;
 }
 
-/* Stores 2 bytes at `at` + OFFSET. */
 template <int OFFSET> __device__ __forceinline__ void store_shared_2(uint32_t at, int16_t v) {
   asm volatile("st.shared.b16 [%0 + %2], %1;" ::"r"(at), "h"(v), "n"(OFFSET) : "memory");
 }
-/* Stores 2 bytes at `at` and 4 bytes at `at` + 4. */
 __device__ __forceinline__ void store_shared_2_4(uint32_t at, int16_t v, int32_t next) {
   asm volatile("st.shared.b16 [%0], %1;\n"
                "st.shared.b32 [%0 + 4], %2;" ::"r"(at),

@@ -1,5 +1,5 @@
-/* opaque(value) returns the value, hidden from the optimizer: the compiler keeps the value in a
- * register and does not hoist expressions of it out of loops, where they would take registers. */
+/* opaque(value) returns `value`, but hides its origin from the optimizer: the compiler does not
+ * recompute it, and computes no expression of it before the call, e.g. outside a loop. */
 #ifndef MOELORA_CUDA_PTX_OPAQUE_CUH
 #define MOELORA_CUDA_PTX_OPAQUE_CUH
 

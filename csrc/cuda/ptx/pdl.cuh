@@ -3,7 +3,8 @@
 #define MOELORA_CUDA_PTX_PDL_CUH
 
 /* Lets the next kernel of the stream start, once all CTAs have called this or exited. That kernel
- * must call wait_for_previous_kernel() before it accesses memory that this one reads or writes. */
+ * must call wait_for_previous_kernel() before it reads what this one writes, or overwrites what
+ * this one accesses. */
 __device__ __forceinline__ void start_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
