@@ -1,5 +1,5 @@
-/* Activations on a GPU: includes core/activation.h and adds the forward in PTX. Epilogues are
- * unrolled over all outputs of a thread, so they branch on the form of the activation once. */
+/* Activations on a GPU: includes core/activation.h and adds the forward of gated activations in
+ * PTX. Epilogues are unrolled over a thread's outputs, so they branch on the form once for all. */
 #ifndef MOELORA_CUDA_ACTIVATION_CUH
 #define MOELORA_CUDA_ACTIVATION_CUH
 
@@ -50,7 +50,7 @@ struct Activation {
       return gated_activation(gate, up, a, b, c, p.gate_limit, p.limit);
   }
 
-  /* Calls f(form) with the form as a constant. */
+  /* Calls f(form) with the form, SOFT_CAPPED or GATED, as a constant. */
   template <class F> __device__ __forceinline__ void with_form(F f) const {
     if (moelora_has_form(p.kind, MOELORA_FORM_SOFT_CAPPED))
       f(std::integral_constant<moelora_activation_form, MOELORA_FORM_SOFT_CAPPED>());

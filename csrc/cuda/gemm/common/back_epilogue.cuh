@@ -1,7 +1,7 @@
 /* Epilogue of the backward's first product, v = dout W2 + yb2 A2: applies the gradient of the
  * activation.
  *
- *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[p, i] = sum over 16 outputs of v h
+ *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[position, i] = sum over 16 outputs of v h
  *
  * t is the routing weight. Rows are read and written as in gate_up.cuh. */
 #ifndef MOELORA_CUDA_BACK_EPILOGUE_CUH
@@ -27,7 +27,7 @@ template <class T> struct BackOutputs {
   uint32_t h[2];
   float dt[2] = {0.f, 0.f};
 
-  /* Applies `gradient` (see with_gradient) to v, the accumulators of an m16n8 tile. */
+  /* Applies `gradient` (see with_gradient) to v, the accumulators of an m16n8 tile; adds to dt. */
   template <class Gradient>
   __device__ __forceinline__ void apply(const float *v, float2 weight, Gradient gradient) {
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const f
   });
 }
 
-/* Global addresses of the rows of a lane's token, one of eight. */
+/* Global addresses of the rows of a lane's token. */
 struct BackRow {
   const uint16_t *gate_up;
   uint16_t *h, *dgu;
@@ -85,8 +85,8 @@ struct BackRow {
 };
 
 /* 16 outputs of eight tokens, from output `first` on. `finish` takes the accumulators v[4] of an
- * m16n8 tile and the routing weights of this lane's two tokens; it returns dt of these tokens,
- * summed over the 16 outputs. */
+ * m16n8 tile and the routing weights of this lane's two tokens, and stores the gradients and, if
+ * `wants_h`, h. It returns dt of the two tokens, summed over the 16 outputs. */
 template <class T, bool VECTORS> struct BackTile {
   GateUpPair<VECTORS> pairs[2]; // of outputs 0 to 7, 8 to 15
 
@@ -124,8 +124,8 @@ template <class T, bool VECTORS> struct BackTile {
   }
 };
 
-/* Applies the gradient to an m64 tile's accumulators d of the eight tokens from `position` on, and
- * stores the results of the first `count` tokens. */
+/* Applies the gradient to accumulators d of eight tokens from `position` on and of the m64 tile
+ * that begins at output `first`. Stores the results of the first `count` tokens. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_through(const float *d, const moelora_back_launch &g,
                                               int first, int64_t position, int count) {

@@ -28,8 +28,8 @@ __device__ __forceinline__ int64_t output_offset(const moelora_gemm_launch &g, i
 enum class EpilogueMode {
   GENERAL, // all options
   GATED,   // bias, gated activation
-  SILU,    // silu without a limit, the most common gated activation
-  PLAIN,   // bias, relu^2 or nothing
+  SILU,    // as GATED, for silu without a limit, the most common activation
+  PLAIN,   // bias, relu^2
   DACT,    // backward: gradient of the activation
 };
 
@@ -58,16 +58,16 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Adds the bias to all tokens and applies relu^2, before `apply_activation`. One branch skips an
-   * option that most layers lack; in `apply_activation` it would be one branch per output. */
+  /* Adds the bias, if there is one, and applies relu^2, if that is the activation, before
+   * `apply_activation`. Here each takes one branch; there it would take one per output. */
   template <class T, int N>
   __device__ __forceinline__ void begin(float (&d)[2][N / 2], const moelora_gemm_launch &g) const {
     add_bias<T, N>(d, g);
     square<N>(d, g);
   }
 
-  /* The two steps of `begin`, between which SAVES kernels save the values before the activation.
-   * add_bias also multiplies by 2^DEFERRED_EXPONENT. */
+  /* The two steps of `begin`. SAVES kernels save the values after add_bias, which also multiplies
+   * by 2^DEFERRED_EXPONENT. */
   template <class T, int N>
   __device__ __forceinline__ void add_bias(float (&d)[2][N / 2],
                                            const moelora_gemm_launch &g) const {
@@ -95,7 +95,7 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Multiplies all tokens of `block` by routing weights; GENERAL does so in apply_activation. */
+  /* Multiplies the outputs of `block` by routing weights; GENERAL does so in apply_activation. */
   template <int N>
   __device__ __forceinline__ void weigh(float (&d)[2][N / 2], const moelora_gemm_launch &g,
                                         int block) const {
@@ -115,8 +115,8 @@ template <class E, EpilogueMode MODE> struct Epilogue {
     }
   }
 
-  /* Applies gated activation and routing weight to up to 32 tokens of `block`, starting at
-   * `first`, in place. The outputs of a gated projection end up in d[0]. */
+  /* Applies a gated activation and, if GENERAL, routing weights in place to up to 32 tokens of
+   * `block`, starting at `first`. The outputs of a gated projection end up in d[0]. */
   template <int N>
   __device__ __forceinline__ void
   apply_activation(float (&d)[2][N / 2], const moelora_gemm_launch &g, int block, int first) const {

@@ -1,5 +1,5 @@
-/* Compile-time traits of weight formats, derived from formats.inc. Each format_<values>.cuh defines
- * how to dequantize the formats of one type of values. */
+/* Compile-time traits of weight formats, derived from formats.inc, and the part of a weight tile
+ * that a lane dequantizes. The files format_*.cuh convert its values. */
 #ifndef MOELORA_CUDA_FORMAT_CUH
 #define MOELORA_CUDA_FORMAT_CUH
 
@@ -21,7 +21,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr bool IS_DEQUANTIZED = moelora_is_dequantized_kernel(KERNEL);
   static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // in some of its formats
 
-  /* Bytes per element of x, and elements per 128-byte row. */
+  /* Hopper: bytes per element of x, and elements per 128-byte row. On sm_80, x is always 16-bit. */
   static constexpr int X_BYTES = IS_W8A8 ? 1 : 2, X_ELEMENTS = 128 / X_BYTES;
 
   /* Quantized tile: K extent, bytes of values, maximum total bytes. */
@@ -40,7 +40,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   // A table maps codes to numbers in the precision of x; scales are float32.
   static constexpr bool IS_LOOKED_UP = moelora_is_looked_up(moelora_values_of(FORMAT));
 
-  // After the K loop, accumulators are multiplied by a float32 scale of the tile.
+  // Tiles have a float32 scale. The forward applies it to accumulators, after the K loop.
   static constexpr bool HAS_TILE_SCALE = moelora_has_tile_scale(FORMAT);
   static constexpr int TILE_SCALE_OFFSET = moelora_tile_scale_offset(FORMAT);
   template <class T>
@@ -53,7 +53,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
     return moelora_tile_groups(is_one_format() ? FORMAT : format);
   }
 
-  /* Returns the factor of the accumulators. `tile` is in shared memory, or in global memory. */
+  /* Returns the tile's scale times 2^TILE_SCALE_EXPONENT; `tile` is in shared or global memory. */
   template <class T> static __device__ __forceinline__ float tile_scale(uint32_t tile) {
     return with_exponent<T>(__uint_as_float(load_shared_4(tile + TILE_SCALE_OFFSET)));
   }
@@ -73,7 +73,8 @@ private:
  *
  *   load(scale, zero, format)   loads from shared memory; the addresses are those of row r
  *   value<SLAB, I>(word)        dequantizes values I of both halves of a word of k16 slab SLAB,
- *                               with the scale of row r + 8 * (I % 2), rounded once to T
+ *                               with the scale of row r + 8 * (I % 2), rounded once to T;
+ *                               without 2^DEFERRED_EXPONENT and the tile's scale
  *
  * ZEROS: the format may have zero points. */
 template <moelora_kernel_format KERNEL, class T, bool ZEROS> struct GroupScales;
@@ -114,7 +115,7 @@ struct LaneOffsets {
     if constexpr (F::IS_FP8)
       return fp8_offsets(warp, format);
     const int lane = threadIdx.x & 31, groups = F::groups(format);
-    const int pair = warp * 8 + lane / 4; // index of the rows r and r + 8
+    const int pair = warp * 8 + lane / 4; // index of the pair of rows r and r + 8
     const uint32_t scales = MOELORA_TILE_VALUES;
     return {(warp * 32 + lane) * 16u, scales + pair * 2 * F::SCALE_BYTES * groups,
             scales + 64 * F::SCALE_BYTES * groups + pair * 2 * groups};

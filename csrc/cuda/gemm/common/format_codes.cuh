@@ -6,9 +6,9 @@
  * codes of a word in the order of the values of registers a0 to a3: one more prmt joins low and
  * high bytes to a register.
  *
- * A value is number * scale, rounded once after the number itself is rounded to T. The table holds
- * the numbers in a unit that makes them nearly exact in T. The scale, divided by the unit, is split
- * into a sum of two values of T: the value is number * high + (number * low). */
+ * A value is number * scale. The table holds the numbers in a unit that makes them nearly exact in
+ * T. The scale, divided by the unit, is split into a sum of two values of T: the value is
+ * the fma number * high + (number * low), whose addend is rounded to T first. */
 #ifndef MOELORA_CUDA_FORMAT_CODES_CUH
 #define MOELORA_CUDA_FORMAT_CODES_CUH
 
@@ -26,7 +26,8 @@ static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
 
 /* Returns the entry of a table for the number 1, in units of the smallest normal number of T. For
  * NF4, it minimizes the sum of squared rounding errors; for FP4, 3/4 of a power of two makes all
- * entries exact. In bf16, the smallest entries have exponent 0 or 1, and the high byte of 0. */
+ * entries exact. In bf16, it is so small that the entries that share a high byte with one for 0
+ * have an exponent field of 0 or 1. */
 template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
   return Element<T>::is_bf16 ? (values == MOELORA_VALUES_BNB_FP4 ? 24 : 1.4370041f * 8)
                              : (values == MOELORA_VALUES_BNB_FP4 ? 0.75f : 1.6776886f) * (1 << 14);
@@ -78,7 +79,7 @@ template <class T> struct CodeScales {
                             share_high_bytes<T>(MOELORA_VALUES_BNB_FP4)));
 
   uint32_t table[2][4]; // [byte], of codes 0 to 3, ..., 12 to 15
-  uint32_t high, low;   // the scales, divided by the unit, are high + low
+  uint32_t high, low;   // high + low is scale / unit / 2^DEFERRED
   float absmax[2];      // the scales
   bool is_fp4;
 

@@ -58,9 +58,9 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_MXFP4, T, ZEROS>
 
 /* ---- e4m3 scales for 16 columns, and one for the tensor ----
  *
- * A tile stores scales with a five-bit exponent (bias 22) and a three-bit mantissa, so that a
- * shift converts them to 16-bit floats. The product of a value and its scale is too small by
- * 2^TILE_SCALE_EXPONENT; the accumulators are multiplied by that and by the scale of the tensor. */
+ * A tile stores scales with a five-bit exponent (bias 22) and a three-bit mantissa, so that a shift
+ * (bf16: and an addition) converts them to 16-bit floats. The product of a value and its scale is
+ * too small by 2^TILE_SCALE_EXPONENT; tile_scale() includes this factor. */
 
 /* Converts two scales; the results are too large by 2^118 (bf16) or 2^7 (fp16). Zero becomes 2^96
  * in bf16, which is harmless since the values are zero. */

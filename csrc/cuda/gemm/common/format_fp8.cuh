@@ -1,4 +1,4 @@
-/* Dequantizes e4m3 to bf16 or fp16, rounding each value once. */
+/* Dequantizes e4m3 to bf16 or fp16: rounds the scale, then its product with the value. */
 #ifndef MOELORA_CUDA_FORMAT_FP8_CUH
 #define MOELORA_CUDA_FORMAT_FP8_CUH
 

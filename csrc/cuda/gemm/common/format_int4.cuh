@@ -2,8 +2,8 @@
  *
  * fp16: a nibble n in the lowest mantissa bits of 1024 is the number 1024 + n; in the next four
  * bits, 1024 + 16 n. bf16: a nibble alone is the subnormal n 2^-133; four bits higher it is n
- * 2^-129, because exponent 1 continues the subnormals. If all zero points are 8, n s - 8 s is a
- * single fma whose addend is exact. Otherwise the zero point is subtracted first. */
+ * 2^-129, because exponent 1 continues the subnormals. In bf16, if all zero points are 8, n s - 8 s
+ * is a single fma whose addend is exact. Otherwise the zero point is subtracted first. */
 #ifndef MOELORA_CUDA_FORMAT_INT4_CUH
 #define MOELORA_CUDA_FORMAT_INT4_CUH
 
@@ -43,9 +43,9 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
     scales[0] = __byte_perm(low, 0, halves ? 0x3210 : 0x1010);
     scales[1] = __byte_perm(high, 0, halves ? 0x3210 : 0x3232);
     if constexpr (ZEROS) {
-      // fp16: -(1024 + z) and -(64 + z); bf16: -z 2^-133 and -z 2^-129. Zeros of r + 8 are four
-      // bits higher.
-      constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4, 5
+      // Row r: -(1024 + z) in fp16, -z 2^-133 in bf16. Row r + 8, where z is four bits higher:
+      // -(64 + z), -z 2^-129.
+      constexpr uint32_t SIGN = IS_BF16 ? 0x80 : 0xe4, EIGHT = 0x0800u; // bytes 4 and 5 below
       const uint32_t z0 = load_shared_2(zero), z1 = load_shared_2(zero + (halves ? 2 : 0));
       zeros[0] = __byte_perm(z0, EIGHT | SIGN, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4040);
       zeros[1] = __byte_perm(z1, EIGHT, !has_zeros ? 0x4545 : halves ? 0x4140 : 0x4141);

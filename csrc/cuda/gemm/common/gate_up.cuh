@@ -71,7 +71,7 @@ template <bool VECTORS> struct GateUpPair {
 };
 
 /* Saves the accumulators of eight tokens before the activation: d0 and d1 belong to the two m64
- * tiles of `row_group`. `row` is the flat row of this lane's token. */
+ * tiles of `row_group`. `row` is the flat row of token lane / 4. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void save_before(const float *d0, const float *d1,
                                             const moelora_gemm_launch &g, const Tile &tile,

@@ -1,6 +1,6 @@
 /* Finds and lists the segments of a block and iterates over the k16 slabs of a GEMM tile. A slab is
- * 16 ranks of a segment's adapter. If gate and up have a slice each, a slab covers both; otherwise
- * there is one slab per slice that the tile overlaps. */
+ * 16 ranks of a segment's adapter, in one slice that the tile overlaps or, if gate and up have a
+ * slice each, in both. */
 #ifndef MOELORA_CUDA_SEGMENTS_CUH
 #define MOELORA_CUDA_SEGMENTS_CUH
 
@@ -10,7 +10,7 @@
  * t, t + 32, .... Each warp that needs the segments computes them. */
 template <int LANES> struct Segments {
   int32_t packed[LANES];  // adapter * kRanks + true rank; -1: no adapter
-  uint32_t starts[LANES]; // bit masks of the tokens that start a segment
+  uint32_t starts[LANES]; // bit t % 32 of starts[t / 32]: token t starts a segment
 
   __device__ __forceinline__ void load(const moelora_blocks &blocks, int max_rank, int64_t position,
                                        int tokens) {
@@ -81,11 +81,11 @@ struct ListedSegment {
   int32_t packed;
 };
 
-/* Segments of one block, listed in shared memory by one warp. */
+/* Segments of one block that carry an adapter, listed in shared memory by one warp. */
 template <class S> struct SegmentList {
   uint32_t base;
-  int count, slabs; // number of segments; number of slabs (`find` sets it per slice)
-  uint32_t slices;  // bit mask of the slices that the tile overlaps
+  int count, slabs; // number of segments; of slabs, which `find` counts for one slice only
+  uint32_t slices;  // bit mask, see overlapped_slices
 
   /* Builds the list from `segments`. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile,
@@ -112,7 +112,8 @@ template <class S> struct SegmentList {
     __syncwarp();
   }
 
-  /* Returns the bit mask of the slices that contain outputs of the tile. */
+  /* Returns the bit mask of the slices that contain outputs of the tile. If a slab covers the
+   * slices of gate and up, they count as slice 0. */
   static __device__ __forceinline__ uint32_t overlapped_slices(const moelora_gemm_launch &g,
                                                                const Tile &tile) {
     if (has_gate_up_slices(g) || g.adapters.lora.num_slices == 1)
@@ -142,7 +143,7 @@ template <class S> struct SegmentList {
   }
 };
 
-/* Iterates over a tile's slabs, in the order of segments, slices, ranks. */
+/* Iterates over a tile's slabs: for each segment, for each slice, in order of ranks. */
 struct SlabIterator {
   int segment = 0, slice = -1, rank = 0;
 

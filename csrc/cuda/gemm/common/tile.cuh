@@ -4,22 +4,24 @@
  * All kernels except sm90/fp8_token_major.cuh swap operands (swap_ab): weight rows are the M
  * dimension of an MMA, tokens its N dimension. A CTA tile is TOKENS tokens (one block) by TILES
  * m64 tiles of 64 weight rows. Two m64 tiles form a row group: in a gated projection, the even one
- * holds the gate rows and the odd one the up rows of the same 64 outputs. A row group belongs to
- * four warps; warp w owns rows 16w to 16w + 15 of both tiles. Its accumulators are d[2][N / 2]:
- * d[g][4i + q] is row lane/4 + 8 (q / 2) of m64 tile g and token 8i + 2 (lane % 4) + q % 2.
+ * holds the gate rows and the odd one the up rows of the same 64 outputs. Four warps share the rows
+ * of a row group: warp w of the four has rows 16w to 16w + 15 of both m64 tiles. Its accumulators
+ * are d[2][N / 2]: d[g][4i + q] is row 16w + lane/4 + 8 (q / 2) of m64 tile g and
+ * token 8i + 2 (lane % 4) + q % 2.
  *
  * A stage in shared memory holds rows of 128 bytes (64 elements of K). 16-byte chunk c of row r is
  * at c ^ (r & 7):
  *
- *   W  [TILES][64]   weight rows, or rows of a LoRA factor B
- *   X  [TOKENS]      token rows, or rows of the shrink output xa
+ *   W  [TILES][64]   weight rows (native)
+ *   X  [TOKENS]      token rows
+ *
+ * Quantized weights and e4m3 tokens change this, see sm80/product.cuh, sm90/weight_tiles.cuh and
+ * sm90/fp8.cuh. In an adapter stage, X holds rows of the shrink output xa and W rows of the LoRA
+ * factor B, as adapters.cuh of sm80 and sm90 describe.
  *
  * The backward multiplies by the same weights without transposing them in memory: rows of W are K,
- * its columns are outputs. An m64 tile of W is then 64 elements of K, each a row of 64 outputs:
- * ldmatrix transposes it, wgmma reads it as an MN-major operand.
- *
- * For quantized weights, W is TILES contiguous tiles in the layout of moelora.h. They take less
- * space, so that a stage then holds fewer k16 slabs of B. */
+ * its columns are outputs. An m64 tile of a stage then has a row of 64 outputs for each of 64
+ * elements of K: ldmatrix transposes it, wgmma reads it as an MN-major operand. */
 #ifndef MOELORA_CUDA_TILE_CUH
 #define MOELORA_CUDA_TILE_CUH
 
@@ -40,8 +42,8 @@ struct SwizzledRow {
 };
 static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
-/* Returns the weight bytes of a stage, rounded up to the alignment that the swizzle of X
- * requires. */
+/* Returns the bytes of a quantized tile, or of 64 rows, for each m64 tile of a stage, rounded up to
+ * the alignment that the swizzle of X requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;
@@ -83,7 +85,7 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const 
   return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
 }
 
-/* Returns the row of w, bias and factors that computes an output of an m64 tile. */
+/* Returns the row of w and bias that computes an output of an m64 tile. */
 __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int m64, int output) {
   if (!g.weights.gated)
     return output;
@@ -92,8 +94,8 @@ __device__ __forceinline__ int64_t weight_row(const moelora_gemm_launch &g, int 
                                : (int64_t)half * g.weights.n_out + output;
 }
 
-/* Returns the address, at k = 0, of the quantized tile of an m64 tile. Past the last output, it
- * returns the last tile, since the results are unused. */
+/* Returns the address, at k = 0, of the quantized tile of an m64 tile whose first output is
+ * `output`; past the last output, that of the last tile, since the results are unused. */
 __device__ __forceinline__ const char *quantized_tile(const moelora_gemm_launch &g, int expert,
                                                       int m64, int output) {
   const moelora_weights &w = g.weights.w;
@@ -117,7 +119,7 @@ __device__ __forceinline__ int32_t x_row(const moelora_gemm_launch &g, int block
   return g.tokens.divisor.value ? divide(row, g.tokens.divisor) : block * E::TOKENS + t;
 }
 
-/* Replaces positions by rows of x. Issues all loads before using one. */
+/* Replaces positions by rows of x. Issues all loads before it uses a result. */
 template <int N>
 __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
                                             const moelora_tokens &tokens, uint32_t (&at)[N]) {
@@ -134,7 +136,7 @@ __device__ __forceinline__ void find_x_rows(const moelora_blocks &blocks,
 /* Ranks per k16 slab, the K of one MMA. */
 constexpr int kSlabDepth = 16;
 
-/* Bytes per k16 slab and m64 tile. */
+/* Bytes of a k16 slab of an m64 tile, in 16-bit elements. */
 constexpr int kSlabBytes = 64 * kSlabDepth * 2;
 
 /* Returns whether gate and up have a slice each. If so a slab covers both: m64 tiles of gate rows
@@ -178,8 +180,8 @@ __device__ __forceinline__ Tile tile_at(const moelora_gemm_launch &g, int index,
   return t;
 }
 
-/* Returns the number of consecutive blocks that belong to the expert of block `from`, including it,
- * forwards (STEP 1) or backwards (STEP -1). Called by a warp. */
+/* Counts the consecutive blocks of one expert that begin with block `from` and continue forwards
+ * (STEP 1) or backwards (STEP -1). Called by whole warps. */
 template <int STEP>
 __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, int from,
                                                 int blocks) {
@@ -196,7 +198,7 @@ __device__ __forceinline__ int blocks_of_expert(const moelora_gemm_launch &g, in
 
 /* Returns tile `index`. The order covers all columns of a group of blocks of one expert before the
  * next group, so that concurrent CTAs share weights (blocks) and token rows (columns) in L2. Called
- * by a warp; only large tiles can hide the latency of the search. */
+ * by whole warps. Only large tiles can hide the latency of the search. */
 template <class E>
 __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int index, int columns,
                                                int blocks) {

@@ -90,7 +90,7 @@ private:
   }
 
   /* Applies the factors that the forward applies to accumulators. In the backward, an accumulator
-   * sums over tiles with different factors. */
+   * may sum over tiles with different factors. */
   template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
     constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
     if constexpr (F::HAS_TILE_SCALE) {

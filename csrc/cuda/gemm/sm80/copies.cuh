@@ -4,8 +4,8 @@
 
 #include "cuda/gemm/common/tile.cuh"
 
-/* Copies eight elements of a row; zero-fills from element `left` on (VECTORS: all if left <= 0). No
- * cache policy: with one, ptxas 13.0 emits an invalid descriptor register (64-token tile). */
+/* Copies eight elements of a row if `wanted`; zero-fills from element `left` on (VECTORS: a
+ * multiple of 8). No cache policy: with one, ptxas 13.0 emits an invalid descriptor register. */
 template <bool VECTORS, class T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left, bool wanted) {
   if (VECTORS)
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left,
     copy_elements(to, from, max(0, min(8, left)));
 }
 
-/* Returns the offset of a thread's chunk in a stage with rows of 128 bytes. */
+/* Returns the offset of a thread's chunk of its first row, in rows of 128 bytes. */
 __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);

@@ -8,8 +8,8 @@
  * Persistent CTAs take tiles in the order of tile.cuh. All threads copy into a pipeline of
  * STAGES stages and multiply; first the K loop, then the adapter stages. The epilogue runs while
  * the first stages of the next tile are in flight. K is accumulated in k16 steps in order, for
- * every tile size, so that all variants agree bit for bit. If rows are not aligned to 16 bytes
- * (VECTORS false), they are copied element by element. */
+ * every tile size, so that all variants of a format agree bit for bit. If rows are not aligned to
+ * 16 bytes (VECTORS false), they are copied element by element. */
 #ifndef MOELORA_CUDA_SM80_GEMM_CUH
 #define MOELORA_CUDA_SM80_GEMM_CUH
 
@@ -25,7 +25,7 @@
 namespace {
 
 /* Maximum tokens of a tile that copies unaligned rows element by element. Larger tiles would spill;
- * the plan never selects them. */
+ * the plan never selects them for unaligned rows. */
 constexpr int kMaxUnalignedTokens = 32;
 
 /* Shared memory of a CTA. */
@@ -74,8 +74,8 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   /* Multiplies the stages of steps [step, end) with the first WIDTH n8 tiles of each warp, and
    * prefetches STAGES - 1 steps ahead if `wanted`. The caller has waited for the first stage; on
    * return the stage after the last is ready. The body is branch-free, so that the compiler can
-   * interleave loads, copies and MMAs; it therefore also loads the fragments after the last stage,
-   * which are unused. */
+   * interleave loads, copies and MMAs; it therefore also loads fragments of that stage, which are
+   * unused. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply(WarpTile<E> &sum, Partial<E> &partial, int step, int end,
                                            bool wanted) {
@@ -116,7 +116,7 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
     }
   }
 
-  /* Dispatches to `multiply` with the smallest WIDTH for `count` rows. */
+  /* Dispatches to `multiply` with the smallest WIDTH, from this one on, for `count` tokens. */
   template <int WIDTH>
   __device__ __forceinline__ void multiply_fitting(WarpTile<E> &sum, Partial<E> &partial, int count,
                                                    int step, int end, bool wanted) {
@@ -130,8 +130,8 @@ template <class E, class T, int STAGES, bool VECTORS> struct MainLoop {
   }
 };
 
-/* Rounds and stores 64 outputs of an n8 tile. After a transpose in registers, a lane holds two
- * neighboring outputs of a token; `to` points to the outputs of this token. */
+/* Rounds and stores an n8 tile of the m64 tile that begins at output `first`. After a transpose in
+ * registers, a lane holds neighboring outputs of token lane / 4, whose output 0 is at `to`. */
 template <class T, bool VECTORS>
 __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to, int n_out,
                                               int first, bool valid) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
   }
 }
 
-/* Runs the epilogue of a tile and stores it. epilogue.cuh sees each n8 tile as a block. */
+/* Runs the epilogue of a tile and stores it. Each n8 tile is an Epilogue's block of 8 tokens. */
 template <EpilogueMode MODE, class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_tile(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                            const Tile &tile, int count) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_gemm_l
     store_tile<EpilogueMode::PLAIN, E, T, VECTORS>(sum, g, tile, count);
 }
 
-/* Backward: stores the tile as it is, or applies the gradient of the activation. */
+/* Backward: stores the tile as it is, or after the gradient of the activation if dgu is set. */
 template <class E, class T, bool VECTORS>
 __device__ __forceinline__ void store_any(WarpTile<E> &sum, const moelora_back_launch &g,
                                           const Tile &tile, int count) {
@@ -254,14 +254,14 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   Partial<E> partial;
   const uint32_t adapter_storage = main_loop.adapters();
   Tile tile, finished;
-  int count = 0, finished_count = 0; // rows of the block; 0 before the first tile
+  int count = 0, finished_count = 0; // tokens of the block; 0 before the first tile
   for (int index = blockIdx.x;;) {
     // Load the first stages of the tile.
     const bool last = index >= tiles;
     if (!last) {
       // Dynamic tile scheduler: an atomic counter keeps CTAs that share weights or tokens close in
-      // time. With a static schedule they drift apart, and L2 evicts the shared data before it is
-      // reused.
+      // time. With a static schedule they would drift apart, and L2 would evict the shared data
+      // before it is reused.
       int fetched = tiles;
       if (threadIdx.x == 32 && tiles > (int)gridDim.x)
         fetched = (int)gridDim.x + atomicAdd(g.schedule.tile_counter, 1);
@@ -297,8 +297,8 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
     if (last)
       break;
 
-    // Multiply the weights. If the K loop is short, the stages before the first adapter stage are
-    // empty.
+    // Multiply the weights. If the K loop has fewer than STAGES - 1 steps, empty stages precede the
+    // first adapter stage.
     sum.clear();
     partial.clear();
     main_loop.wait();

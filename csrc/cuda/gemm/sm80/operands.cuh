@@ -36,11 +36,10 @@ template <class E, class T, bool VECTORS, bool NATIVE = E::Format::IS_NATIVE> st
   __device__ __forceinline__ Source source(const moelora_gemm_launch &g, int step) const {
     return weights + step * g.weights.w.stride_kt + (threadIdx.x & 7) * 8;
   }
-  /* Advances by one step. */
   static __device__ __forceinline__ void advance(Source &from, const moelora_gemm_launch &g) {
     from += g.weights.w.stride_kt;
   }
-  /* Returns an address that is mapped, even if nothing is read from it. */
+  /* Returns `from` or, if nothing is left to read, an address that is mapped. */
   __device__ __forceinline__ Source readable(Source from, int left) const {
     return left > 0 ? from : weights;
   }
@@ -154,8 +153,8 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
 
 /* Quantized weights of a backward: for each m64 tile, a stage holds 64 rows of K in the layout of
  * WeightLoader. If gate and up rows alternate in K, these are 32 rows of a gate tile, then the same
- * 32 rows of an up tile. The up tile's scale follows that of the gate tile: directly in 4-bit
- * formats, 128 bytes later in FP8 without row scales. */
+ * 32 rows of an up tile. A scale of the whole up tile follows that of the gate tile: directly for
+ * NVFP4, 128 bytes later for FP8 without row scales. */
 template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, true, false> {
   using W = WeightLoader<E, T, true, false>;
   using typename W::Place;
@@ -191,14 +190,14 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     }
   }
 
-  /* Source of a chunk of a stage. If gate and up rows alternate: for a tile's first 32 rows. */
+  /* Source of a chunk of a stage; if gate and up rows alternate, for the first 32 rows of tiles. */
   struct ScaleChunk {
     int chunk;
     bool is_up;
     int next; // distance, in chunks, to the chunk of the other 32 rows
   };
 
-  /* Returns the source of chunk `at` of an m64 tile's values. half: half of an FP8 tile's K. */
+  /* Returns the source of chunk `at` of an m64 tile's values. half: 64 of an FP8 tile's columns. */
   static __device__ __forceinline__ ScaleChunk find_values(int at, int half, bool interleaved) {
     if constexpr (E::Format::IS_FP8) {
       const int row = at / 4, chunk = ((at ^ row >> 1) & 3) + 4 * half;
@@ -230,7 +229,7 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
     return {FIRST + begin + in_section - (is_up ? count / 2 : 0), is_up, count / 2};
   }
 
-  /* The expert's first tile at a k step, or half a tile if gate and up rows alternate. */
+  /* The expert's first tile at a k step, and the half of its rows if gate and up rows alternate. */
   struct Source {
     const char *tile;
     int half;
@@ -273,7 +272,6 @@ template <class E, class T> struct TransposedTileLoader : WeightLoader<E, T, tru
   }
 };
 
-/* Weights of a backward. */
 template <class E, class T, bool VECTORS>
 using TransposedWeights = std::conditional_t<E::Format::IS_NATIVE, TransposedLoader<E, T, VECTORS>,
                                              TransposedTileLoader<E, T>>;
@@ -290,8 +288,8 @@ template <class E> struct TransposedDepth {
     return is_split(g.weights.w) ? 2 * (int)g.weights.w.half_tiles
                                  : (g.tokens.k + kDepth - 1) / kDepth;
   }
-  /* Returns the column of y that matches a step's first row of W. Sets `end` to the end of the gate
-   * or up columns that contain it. */
+  /* Returns the column of y that matches a step's first row of W. Sets `end` to K or, for gate
+   * rows whose up rows follow the last gate row, to the end of the gate columns. */
   static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
     const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
     *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;

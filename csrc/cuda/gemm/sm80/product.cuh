@@ -6,14 +6,14 @@
  * filled blocks.
  *
  * The tile of 128 tokens by 256 weight rows gives each warp 64 x 64. Among the shapes that fit the
- * registers it reads the least shared memory per product: 4 KB for 32 MMAs. At 128 bytes per cycle,
- * the reads take 32 cycles and the copies 12, while the MMAs take 64 cycles on sm_80 and about 51
- * on Hopper.
+ * registers it reads the least shared memory per product: a warp reads 4 KB for the 32 MMAs of a
+ * k16 slab. At 128 bytes per cycle, that takes 32 cycles, and the warp's share of the copies 12,
+ * while the SM takes 64 cycles for the MMAs on sm_80 and about 51 on Hopper.
  *
  * Fragments are double-buffered: while one k16 slab is multiplied the next is loaded. Weights use
  * a second set of registers, because all tokens need them; tokens are replaced two n8 tiles at a
- * time. Quantized weights are loaded for a whole stage (64 elements of K) and dequantized slab by
- * slab. */
+ * time. 4-bit weights are loaded for a whole stage (four slabs), FP8 weights for two slabs; both
+ * are dequantized slab by slab. */
 #ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
 #define MOELORA_CUDA_SM80_PRODUCT_CUH
 
@@ -53,7 +53,7 @@ template <class E> struct WarpTile {
   static constexpr int ROW_GROUPS = E::TILES / 2;
   static constexpr int N8_TILES = E::TOKENS / 8 / SPLIT;
 
-  float d[ROW_GROUPS][N8_TILES][2][4]; // as in tile.cuh, with a separate dimension for n8 tiles
+  float d[ROW_GROUPS][N8_TILES][2][4]; // [row group][n8 tile][m64 tile in group][q of tile.cuh]
 
   static constexpr int NEXT = 8 * SPLIT; // distance in tokens between a warp's n8 tiles
 
@@ -69,7 +69,7 @@ template <class E> struct WarpTile {
   }
 };
 
-/* After the K loop, multiplies accumulators by the scale of the tensor, which every tile stores. */
+/* After the K loop, multiplies accumulators by the tile scale, which all tiles along K share. */
 template <class E, class T>
 __device__ __forceinline__ void scale_accumulators(WarpTile<E> &sum, const moelora_gemm_launch &g,
                                                    const Tile &tile) {
@@ -182,7 +182,7 @@ template <class E, class T>
 using FragmentsOf =
     std::conditional_t<E::TRANSPOSED, TransposedFragments<E, T>, WeightFragments<E, T>>;
 
-/* Operand fragments of a k16 slab: weights, and a warp's first n8 tiles of tokens. */
+/* Operand fragments of a k16 slab: weights, and the tokens of a warp's n8 tiles. */
 template <class E, class T> struct Fragments : FragmentsOf<E, T> {
   using S = WarpTile<E>;
   using FragmentsOf<E, T>::a;

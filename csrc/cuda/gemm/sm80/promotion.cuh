@@ -26,8 +26,8 @@ template <class E> struct Partial<E, true> : WarpTile<E> {
 
   __device__ __forceinline__ S &of(S &) { return *this; }
 
-  /* Promotes the first WIDTH n8 tiles if a scale group ends with step `step`. The slot of a step in
-   * `slots` is overwritten one barrier later than its stage. */
+  /* Promotes the first WIDTH n8 tiles if a scale group ends with step `step`. The step's stage may
+   * be overwritten already, but not its slot in `slots`. */
   template <int WIDTH>
   __device__ __forceinline__ void promote(S &sum, const moelora_gemm_launch &g, uint32_t slots,
                                           int step) {

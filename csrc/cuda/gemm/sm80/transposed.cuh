@@ -1,12 +1,11 @@
-/* Loads the weights of dY W, a product of the portable backward, without transposing W in memory.
- * The rows of W are K, its columns the outputs:
+/* Loads native weights, and factors A, of the portable backward's y W, without transposing W in
+ * memory. The rows of W are K, its columns the outputs:
  *
- *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7),
- *                                    or 64 rows of quantized tiles
- *   A [TILES][slabs][16 ranks]       rows of 64 outputs, in an adapter stage
+ *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7)
+ *   A [TILES][slabs][16 ranks]       the same for ranks, in an adapter stage
  *
- * ldmatrix transposes on load: operand A of a product has outputs as its rows. Quantized weights
- * are transposed in registers, see transposed_tiles.cuh. */
+ * ldmatrix transposes on load: operand A of an MMA has outputs as its rows. TransposedTileLoader
+ * loads quantized weights. */
 #ifndef MOELORA_CUDA_SM80_TRANSPOSED_CUH
 #define MOELORA_CUDA_SM80_TRANSPOSED_CUH
 

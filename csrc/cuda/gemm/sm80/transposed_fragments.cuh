@@ -20,7 +20,7 @@ template <class E, class T, bool IS_NATIVE = E::Format::IS_NATIVE> struct Transp
   }
 };
 
-/* Quantized weights, dequantized two slabs at a time. TransposedTileLoader orders their rows. */
+/* Quantized weights in the order of TransposedTileLoader, dequantized two slabs at a time. */
 template <class E, class T> struct TransposedFragments<E, T, false> {
   uint32_t a[2][E::TILES][4];
   uint32_t next[E::TILES][4]; // the second slab of a pair

@@ -9,9 +9,9 @@
  * Producers list the segments of a tile, each warp for itself; TMA loads rows of B, cp.async rows
  * of xa. Consumers accumulate B xa into the accumulators of the weights.
  *
- * TMA boxes with narrow rows are slow, so a stage uses wide rows if all of its ranks belong to one
- * segment. In a gated projection the gate rows precede the up rows. Slab j of xa occupies chunks 2j
- * and 2j + 1; if a slab covers both gate and up, its two slices occupy chunks 4j to 4j + 3. */
+ * TMA boxes with narrow rows are slow, so a full stage uses wide rows if all its ranks are of one
+ * slice of a segment. In a gated projection the gate rows precede the up rows. Slab j of xa
+ * occupies chunks 2j and 2j + 1 or, if slabs cover both gate and up, chunks 4j to 4j + 3. */
 #ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
 #define MOELORA_CUDA_SM90_ADAPTERS_CUH
 
@@ -26,7 +26,7 @@
 
 /* ---- layout ---- */
 
-/* Returns the number of slabs per stage, which the sizes of sW and sX limit. */
+/* Returns the number of slabs of a full stage, which the sizes of sW and sX limit. */
 template <class S>
 __host__ __device__ __forceinline__ int slabs_per_stage(const moelora_gemm_launch &g) {
   constexpr int MAX_SLABS = sizeof(S::Stage::sW) / (S::TILES * kSlabBytes);
@@ -48,7 +48,7 @@ template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_la
 template <class S> struct SlabLayout {
   int width; // slabs that share a row: 1, or all slabs of the stage
 
-  /* m64() returns the offset of an m64 tile, given its index within a slab; slab(), of slab j. */
+  /* m64() returns the offset of an m64 tile, given its slab_m64; slab(), that of slab j. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void write_slab_tokens(const SegmentList<S> &list, in
   }
 }
 
-/* Copies a stage's rows of xa, for the first `tokens` tokens, by THREADS threads. */
+/* Copies a stage's rows of xa for `tokens` tokens; zeros for those without the slab's adapter. */
 template <class S, class T, int THREADS>
 __device__ __forceinline__ void
 copy_xa(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S> &list, int slabs,
@@ -337,7 +337,7 @@ template <class S, class T> struct WeightMajorAdapters {
   static __device__ __forceinline__ bool
   add_stage(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g,
             const WarpContext<S> &warp, const TileHeader &, int previous, bool clears) {
-    // With two CTAs per SM, release stage `previous` early: the other CTA hides the wait.
+    // With several CTAs per SM, release stage `previous` early: another CTA hides the wait.
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
 
@@ -389,7 +389,7 @@ template <class S, class T> struct WeightMajorAdapters {
 };
 
 /* Adapter stages of the backward. After the wgmmas of the K loop, these use mma.sync and predicate
- * by token, so that A is never cleared. mma.sync and wgmma round identically. */
+ * by token, so that A need not be cleared. mma.sync and wgmma round identically. */
 template <class S, class T> struct TransposedAdapters {
   /* Accumulates the current adapter stage and releases stage `previous`. */
   template <int N>

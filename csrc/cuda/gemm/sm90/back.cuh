@@ -64,7 +64,7 @@ struct LaunchBack {
 
   template <bool ZEROS, bool DACT, EpilogueMode MODE>
   static moelora_status run_as(const moelora_back_launch *g, const moelora_exec *exec) {
-    // Where two CTAs share an SM, the buffers of the epilogue replace a pipeline stage.
+    // Up to 32 tokens, the epilogue buffers take the room of a stage: two CTAs share an SM.
     constexpr int KEPT = DACT && BLOCK_M <= 32 ? STAGES - 1 : STAGES;
     using Product =
         std::conditional_t<NATIVE, NativeShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, Major::MN>,

@@ -1,9 +1,9 @@
 /* The epilogue of a backward's first product on Hopper: applies the gradient of the activation to
- * accumulators v, eight tokens at a time.
+ * accumulators v, eight tokens at a time. For the j-th eight, with BUFFERS - 1 loads in flight:
  *
- *   load(j + 1), load(j + 2)     gate_up of eight tokens by 128 outputs to shared memory, cp.async
- *   apply(j)                     v, gate, up -> h, dgate, dup; the gradients overwrite gate and up
- *   store(j)                     dgu and h, whole cache lines of a row
+ *   apply               v, gate, up -> h, dgate, dup; the gradients overwrite gate and up
+ *   store               dgu and h, whole cache lines of a row
+ *   load(j + BUFFERS)   gate_up of eight tokens by 128 outputs to shared memory, cp.async
  *
  * Each consumer has two kinds of buffers; a block has rows of 64 columns, 128-byte swizzle:
  *
@@ -22,7 +22,7 @@
 
 /* Rows of an epilogue buffer of the kernel shape; the buffer is 2 KB. */
 constexpr int kDactRows = 16;
-/* Returns the epilogue buffers that sGu [buffers] and sH take; dact_buffers is the inverse. */
+/* Returns the number of epilogue buffers that sGu [buffers] and sH take; inverse: dact_buffers. */
 constexpr int own_buffers_of_dact(int buffers) {
   return 2 * buffers + 1;
 }

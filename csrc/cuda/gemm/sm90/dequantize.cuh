@@ -2,9 +2,9 @@
  * dequantization in registers, wgmma with operand A in registers.
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
- *   gather warps    X(0)  X(1)  ...                token rows of step i
- *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    k16 slabs of step i
- *                                | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
+ *   gather warps    X(0)  X(1)  ...                token rows of step i, if gathered
+ *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    k16 slab by k16 slab
+ *                                | wgmma 0      | wgmma 1      | ...    overlaps next dequantize
  *
  * Operand A is double-buffered in registers: a k16 slab is dequantized into one buffer while wgmma
  * reads the other. Up to 96 tokens, the two m64 tiles of a consumer are in flight together; larger
@@ -20,7 +20,7 @@
 template <class S, class T> struct DequantizeMainloop;
 
 /* Returns the registers of a producer thread. Consumers need registers for dequantization, so
- * producers give up theirs and may spill per-tile state. */
+ * producers give up some and may spill per-tile state. */
 constexpr int dequantize_producer_registers(int tokens, int consumers) {
   if (consumers == 1)
     return tokens > 32 ? 96 : 88;
@@ -46,8 +46,8 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
   using Fragment = TileFragment<S::FORMAT, T, S::ZEROS>;
   using WeightLoads = QuantizedLoads<S>;
 
-  /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. Waits for the wgmmas
-   * that last read rA; those that read the other buffer stay in flight. */
+  /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. First waits for the
+   * wgmmas that last read rA; those that read the other buffer stay in flight. */
   template <int K, int N>
   static __device__ __forceinline__ void
   wgmma_slab(float (*rAcc)[S::TOKENS / 2], uint32_t (&rA)[TILES][4], Fragment *rW, uint64_t b) {
@@ -62,7 +62,6 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
     wgmma_commit();
   }
 
-  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -79,7 +78,7 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
       if (g.tokens.divisor.value)
         fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
-      // By now TMA has read the outputs of the previous tile, so that this wait is short.
+      // TMA has probably read the outputs of the previous tile by now, so that this wait is short.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 

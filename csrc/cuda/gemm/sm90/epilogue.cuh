@@ -12,12 +12,12 @@
 #include "cuda/gemm/sm90/tensor_map.h"
 #include "cuda/ptx/opaque.cuh"
 
-/* Stores the outputs of a gated projection again, as the e4m3 input of the next one. Quantizes the
- * rounded outputs in the epilogue tiles, with the same values and scales as quantize.cu. A tile of
- * 256 weight rows has 128 outputs, which is one scale group.
+/* Stores the outputs of a gated projection as the e4m3 input of the next one. Quantizes the rounded
+ * outputs in the epilogue tiles, with the same values and scales as quantize.cu. A tile of 256
+ * weight rows has 128 outputs, which is one scale group.
  *
- * Quantizes tokens `first` to `end` of a tile with THREADS threads. sOut(half, token / 32) holds
- * outputs 64 half to 64 half + 63 of 32 tokens; all threads must have written it. */
+ * Quantizes tokens [first, end) of a tile with THREADS threads. sOut(half, token / 32) is the
+ * epilogue tile of outputs 64 half to 64 half + 63, which must be complete. */
 template <class S, class T, int THREADS, class Buffer>
 __device__ __forceinline__ void store_e4m3(const moelora_gemm_launch &g, const Tile &tile,
                                            int first, int end, Buffer sOut) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ void store_rows(const moelora_gemm_launch &g, int fir
   }
 }
 
-/* Writes interleaved gate and up as write_epilogue_tile writes outputs; two epilogue tiles hold the
- * 128 elements of each token. */
+/* Interleaves gate and up and writes them like write_epilogue_tile; two epilogue tiles hold the 128
+ * elements of each token. */
 template <class T, int N>
 __device__ __forceinline__ void write_interleaved_tiles(const float (&rAcc)[2][N / 2], int c,
                                                         uint32_t sFirst, uint32_t sSecond) {
@@ -167,7 +167,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
   static constexpr bool STORES_E4M3 = moelora_stores_e4m3(S::FORMAT, S::ROWS) && IS_GATED;
   static_assert(!STORES_E4M3 || N <= BUFFERS * kEpilogueTokens, "a buffer for all of a tile");
-  // Whether two buffers are left for rows before the activation.
+  // Whether gate and up are saved as whole lines, in two buffers that the outputs leave.
   static constexpr bool SAVES_LINES =
       S::SAVES && IS_GATED && (N + kEpilogueTokens - 1) / kEpilogueTokens + 2 <= BUFFERS;
 
@@ -181,7 +181,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
         !S::BY_ROW && (!(GENERAL || S::TRANSPOSED) || g.epilogue.out_by_position);
     const int halves = gated ? 1 : 2; // m64 tiles of outputs
 
-    // Add the bias and apply relu^2, which need no per-token data.
+    // Add the bias, save the values before the activation, apply relu^2, weigh flat rows.
     const Epilogue<S, MODE> epilogue(g, header.tile, warp.consumer, T());
     if constexpr (S::SAVES) {
       epilogue.template add_bias<T, N>(rAcc, g);
@@ -203,7 +203,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       if (c > 0 && c >= header.count)
         break;
 
-      // Apply the activation and the routing weight.
+      // Save gate and up if SAVES_LINES; apply the activation and, if GENERAL, routing weights.
       const int32_t rows =
           by_position && !SAVES_LINES ? 0 : block_row<S>(g, header.tile.block, c + lane);
       if constexpr (SAVES_LINES)

@@ -2,7 +2,7 @@
  * dequantization in registers, mma.sync.
  *
  *   TMA warp        W(0) W(1) W(2)  ...   quantized tiles of step i
- *   gather warp     X(0) X(1) X(2)  ...   token rows of step i
+ *   gather warp     X(0) X(1) X(2)  ...   token rows of step i, if gathered
  *   consumer             0    1     ...   per k16 slab: dequantize operand A, then mma.sync
  *
  * For so few tokens the kernel is bound by dequantization, not by memory. With wgmma, each k16 slab
@@ -57,7 +57,6 @@ template <class S, class T> struct FewRowsMainloop : WeightMajorMainloop<S, T> {
         mma_16816<T>(&rAcc[t][j * 4], rA[t], &rX[j * 2]);
   }
 
-  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -88,7 +87,7 @@ template <class S, class T> struct FewRowsMainloop : WeightMajorMainloop<S, T> {
         mma_slab<3, N>(rAcc, rW, sX);
       }
 
-      // Release the stage. The last one is released after the adapter stages.
+      // Release the stage, but leave the last one to add_adapters.
       previous = pipeline.stage;
       pipeline.advance();
       if (step == k_steps)

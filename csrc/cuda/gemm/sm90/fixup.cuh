@@ -1,14 +1,15 @@
 /* Non-finite fix-up pass, for infinities and NaNs in a LoRA factor B.
  *
  * An adapter stage multiplies all tokens of a block; tokens that do not carry the adapter have
- * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B turns the
- * accumulators of all tokens into NaN. Checking B in every stage would be slow, so consumers check
- * the accumulators of two tokens per tile instead. If both are non-finite in some row, the cluster
- * processes all of its tiles again in a fix-up pass: consumers zero the non-finite elements of B
- * before they multiply it, and then write NaN to the outputs of these rows of B, but only for
+ * zeros in xa. Zero times a finite number adds exactly nothing, but a non-finite row of B makes its
+ * accumulators of all tokens non-finite. Checking B in every stage would be slow, so consumers
+ * check the accumulators of two tokens per tile instead. If both are non-finite in some row, the
+ * cluster processes all of its tiles again in a fix-up pass: consumers zero the non-finite elements
+ * of B before they multiply it, and then write NaN to the outputs of these rows of B, but only for
  * tokens that carry the adapter.
  *
- * Beyond an adapter's true rank, B may hold anything: such stages are cleared in the first pass. */
+ * Beyond an adapter's true rank, B may hold anything: if a slab extends there, the first pass
+ * already clears the tile's B. */
 #ifndef MOELORA_CUDA_SM90_FIXUP_CUH
 #define MOELORA_CUDA_SM90_FIXUP_CUH
 
@@ -31,7 +32,7 @@ template <class S> struct FixupPass {
     barrier_init(base + BARRIER, kArrivals * S::THREADS / 32);
     barrier_init_visible();
   }
-  /* Requests the pass; called by a consumer that found a tile with non-finite accumulators. */
+  /* Requests the pass; called by consumer threads that have found non-finite accumulators. */
   __device__ __forceinline__ void request() const {
     if constexpr (S::CLUSTER == 1)
       store_shared_4(base + STATE, REQUESTED);
@@ -97,8 +98,8 @@ template <class S, class T> struct NonFinite {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* Returns the address of this thread's part of chunk i of a consumer's rows of B. The rows belong
-   * to two m64 tiles that are `next` bytes apart. */
+  /* Returns the address of this thread's chunk of part i, kSlabBytes, of a consumer's rows of B.
+   * These belong to two m64 tiles, `next` bytes apart, between which the parts alternate. */
   static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
     return sB + i / 2 * (width == 1 ? S::TILES * kSlabBytes : kSlabBytes) + (i & 1) * next +
            (threadIdx.x & 127) * 16;

@@ -24,7 +24,8 @@ template <int TOKENS, int TILES> struct Fp8Stage {
 };
 
 /* Scales of a stage. Formats with one scale per tile use the first of 64. Within 16 tokens, the
- * four scales that one thread needs are adjacent: tokens 2q, 2q + 1, 2q + 8, 2q + 9. */
+ * scales are in the order of quad_position: 2q, 2q + 1, 2q + 8, 2q + 9 are adjacent, the tokens of
+ * a weight-major thread. */
 template <int TOKENS, int TILES> struct Fp8Scales {
   float sWScale[TILES][64], sXScale[TOKENS];
 };
@@ -98,7 +99,6 @@ template <class S> struct TokenScales {
   __device__ __forceinline__ explicit TokenScales(int thread)
       : to(opaque((uint32_t)(quad_position(thread) * 4))) {}
 
-  /* Looks up the rows of the next tile. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
                                        int thread) {
 #pragma unroll
@@ -117,7 +117,6 @@ template <class S> struct TokenScales {
       row[i] = next[i];
     gXScale = g.tokens.scales;
   }
-  /* Copies the scales of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
                                        int stage) {
     const uint32_t at = sXScale<S>(smem, stage) + to;

@@ -2,14 +2,15 @@
  * tokens: bulk copies, wgmma of e4m3, promotion to float32.
  *
  *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales, multicast
- *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
+ *   gather warps    X(0) X(1) X(2)  ...       token scales of step i, and token rows unless TMA
+ *                                             loads them (x ordered by position)
  *   consumer 0      wgmma 0a | promote 0a | wgmma 0b | promote 0b | wgmma 1a | ...   64 tokens
  *   consumer 1           | wgmma 0a | promote 0a | wgmma 0b | ...                    64 tokens
  *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
  *
  * With tokens as operand A, a thread needs the scales of two tokens; with weights as operand A it
- * needs those of 32. Token-major wgmmas also read less shared memory per product: its bandwidth
- * bounds tiles of 128 tokens by 256 rows.
+ * needs those of 32. Token-major wgmmas also read less shared memory, whose bandwidth bounds tiles
+ * of 128 tokens by 256 rows.
  *
  * Accumulators rAcc[2][64]: rAcc[h][4i + q] is
  *
@@ -27,7 +28,7 @@
 
 template <class S, class T> struct Fp8TokenMajorMainloop;
 
-/* Shared memory. `rows` lists a block's rows of x, for which producers have no registers. */
+/* Shared memory. `rows` lists the offsets of a block's rows of x, see ListedTokenRows. */
 constexpr int kListedAtOnce = kGatherers / 4; // rows that the gather warps copy at once
 template <class S> struct Fp8TokenMajorStorage {
   SharedStorage<S> gemm;
@@ -120,7 +121,6 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Runs the K loop of a consumer. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -136,7 +136,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return warp.consumer * 64 < header.multiplied;
   }
 
-  /* Runs the K loop of a half or whole tile. Returns the last stage, which is not yet released. */
+  /* Runs the K loop of a half or whole tile. */
   template <bool HALF, bool BY_ROW>
   static __device__ __forceinline__ int
   multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
@@ -206,7 +206,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
                : multiply_k_steps<HALF, false>(rAcc, g, warp);
   }
 
-  /* Runs the K loop of a consumer without tokens. Returns the last stage, not yet released. */
+  /* Runs the K loop of a consumer without tokens. */
   static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
                                                      GemmPipeline<S> &pipeline) {
     const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
@@ -347,7 +347,7 @@ template <class T> __device__ __forceinline__ void write_tokens(const float *v, 
   }
 }
 
-/* Epilogue: applies bias and activation to accumulators and stores them, an m64 tile at a time. */
+/* Epilogue: applies bias and activation to accumulators and stores them, 64 outputs at a time. */
 template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
   static constexpr bool GATED = MODE != EpilogueMode::PLAIN;
 

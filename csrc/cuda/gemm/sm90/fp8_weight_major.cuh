@@ -2,13 +2,15 @@
  * copies, wgmma of e4m3, promotion to float32.
  *
  *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales
- *   gather warps    X(0) X(1) X(2)  ...       token rows of step i and their scales
+ *   gather warps    X(0) X(1) X(2)  ...       token scales of step i, and token rows unless TMA
+ *                                             loads them (x ordered by position)
  *   consumer 0      wgmma 0 | promote 0 | wgmma 1 | promote 1 | ...
  *   consumer 1           | wgmma 0 | promote 0 | wgmma 1 | ...
  *
- * One consumer uses the tensor cores while the other promotes. Up to 64 tokens, both m64 tiles of a
- * consumer are in flight at once; with more tokens there are no registers for a second rPartial. A
- * k step covers 128 elements of K. Accumulators rAcc[2][TOKENS / 2], see tile.cuh. */
+ * One consumer uses the tensor cores while the other, of this CTA or of another on the SM,
+ * promotes. Up to 64 tokens, both m64 tiles of a consumer are in flight at once; with more tokens
+ * there are no registers for a second rPartial. A k step covers 128 elements of K. Accumulators
+ * rAcc[2][TOKENS / 2], see tile.cuh. */
 #ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 #define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
 
@@ -18,7 +20,7 @@
 template <class S, class T> struct Fp8WeightMajorMainloop;
 
 /* Returns the registers of a producer thread. Consumers need registers for rPartial, so producers
- * give up theirs and may spill per-tile state. */
+ * give up some and may spill per-tile state. */
 constexpr int fp8_weight_major_producer_registers(int tokens, int consumers) {
   return consumers == 2 ? 104 : tokens > 32 ? 80 : 88;
 }
@@ -80,7 +82,6 @@ template <class S, class T> struct Fp8WeightMajorMainloop : WeightMajorMainloop<
   using Scales = TokenScales<S>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
 
-  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -143,7 +144,7 @@ template <class S, class T> struct Fp8WeightMajorMainloop : WeightMajorMainloop<
         }
       }
 
-      // Release the stage. The last one is released after the adapter stages.
+      // Release the stage, but leave the last one to add_adapters.
       __syncwarp(); // all lanes have read the scales
       if (step + 1 < k_steps)
         pipeline.release(previous);

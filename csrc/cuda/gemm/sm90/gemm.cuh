@@ -10,11 +10,11 @@
  *   consumers            | wgmma  | wgmma | ...  | B xa | epilogue | wgmma | ...
  *
  * This file contains the kernel, which is common to all formats. Each main loop has its own file,
- * which generated sources include beside launch.cuh:
+ * which generated sources include beside launch.cuh or back.cuh:
  *
  *   native.cuh             weights of the dtype of x, forward and backward
- *   few_rows.cuh           quantized weights, up to 16 tokens
- *   dequantize.cuh         quantized weights, more than 16 tokens
+ *   few_rows.cuh           quantized weights, 16-bit x, up to 16 tokens
+ *   dequantize.cuh         quantized weights, 16-bit x, more than 16 tokens
  *   transposed_tiles.cuh   quantized weights, backward
  *   fp8_weight_major.cuh   FP8 weights and tokens, weights as operand A
  *   fp8_token_major.cuh    FP8 weights and tokens, tokens as operand A
@@ -24,7 +24,7 @@
  *
  *   WeightLoads    producer, TMA warp: begin(tile), bytes(), load(k step) of weights
  *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x
- *   main_loop<N>   consumer: the K loop of a tile
+ *   main_loop<N>   consumer: the K loop of a tile; returns the last stage, not yet released
  *   Adapters       consumer: add_stage<N>(), and are_finite() of the accumulators
  *   Epilogue<MODE> consumer: store()
  *   RELEASES_ALIASED_STAGE  main_loop calls release_aliased_stage(); see pipeline.cuh
@@ -54,7 +54,7 @@ template <class S, class T> struct DactEpilogue; // dact_epilogue.cuh
 
 namespace {
 
-/* Runs main loop and adapter stages of a tile for N tokens. Accumulators past N are padding. */
+/* Runs main loop and adapter stages of a tile for N tokens. Accumulators past N stay undefined. */
 template <class Mainloop, int N, class S>
 __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2],
                                                  const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -62,8 +62,8 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
   constexpr bool ALIASES = WarpContext<S>::ALIASED_BUFFERS > 0;
   const int k_steps = k_steps_of<S>(g);
 
-  // Wait for the output stores of the previous tile, unless the main loop does so in its second
-  // step.
+  // Release the stage that the previous epilogue aliases, unless the main loop does so in its
+  // second step.
   if (ALIASES && !Mainloop::RELEASES_ALIASED_STAGE)
     warp.release_aliased_stage();
 

@@ -15,7 +15,7 @@ constexpr int kEpilogueBytes = kEpilogueTokens * kRowBytes; // 64 outputs per to
 template <int TOKENS_, int CONSUMERS_, int STAGES_, int CLUSTER_, moelora_kernel_format FORMAT_,
           int PRODUCER_WARPS = 4>
 struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
-  // Each consumer warpgroup owns a row group: the accumulators of two m64 tiles.
+  // A consumer warpgroup has the accumulators of a row group; token-major, those of 64 tokens.
   static constexpr int CONSUMERS = CONSUMERS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
 
   // One producer warp issues TMA loads; the others gather with cp.async. A consumer warpgroup must
@@ -34,8 +34,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Rows of x are loaded in TMA boxes of BOX rows, the remainder in boxes of REST_BOX.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
 
-  // The N of wgmma is the smallest of LEAST, LEAST + STEP, ... that holds the tile's tokens.
-  // Experts with less than half a tile of tokens use a variant with a smaller tile.
+  // The N of an MMA is the smallest of LEAST, LEAST + STEP, ... that holds the tile's tokens. The
+  // plan selects a smaller tile if most experts have less than half a tile of tokens.
   static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");
@@ -60,8 +60,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   static constexpr bool BY_ROW = false;
 };
 
-/* Shape that schedules tiles in runs, for projections that are not gated: w2 of narrow experts has
- * few k steps. */
+/* Shape that can schedule tiles in runs, for projections that are not gated: w2 of narrow experts
+ * has few k steps. */
 template <class S> struct WithRuns : S {
   static constexpr bool RUNS = S::DYNAMIC_SCHEDULE;
 };
@@ -80,7 +80,7 @@ template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
   return S::HALF_TILES && tile.half;
 }
 
-/* Returns the first m64 tile of a consumer. It has two m64 tiles, or one in a half tile. */
+/* Returns a consumer's first m64 tile. A consumer has two m64 tiles, in a half tile one. */
 __device__ __forceinline__ int first_m64(bool half, int consumer) {
   return half ? consumer : 2 * consumer;
 }

@@ -2,13 +2,13 @@
  * memory, warp specialization.
  *
  *   TMA warp        W(0) W(1) W(2) W(3)  ...   weights of step i: one box per m64 tile
- *   gather warps    X(0) X(1) X(2) X(3)  ...   token rows of step i
+ *   gather warps    X(0) X(1) X(2) X(3)  ...   token rows of step i, if gathered
  *   consumers            mma0 mma1 mma2  ...   wgmma of step i, overlaps the previous step,
  *                             rel0 rel1  ...   whose stage is released when it completes
  *
- * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the smallest size that
- * holds the tile's tokens. A k step covers 64 elements of K. Accumulators rAcc[2][TOKENS / 2], see
- * tile.cuh.
+ * Weights are operand A, tokens operand B (swap_ab): M is 64 weight rows, N the smallest compiled
+ * size that holds the tile's tokens. A k step covers 64 elements of K. The accumulators are
+ * rAcc[2][TOKENS / 2], see tile.cuh.
  *
  * The backward's y W reads the same weights without transposing them in memory: the rows of W are
  * K, its columns the outputs. Operand A is then MN-major: a box has a row of 64 outputs for each of
@@ -95,7 +95,6 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
   /* Distance between k16 slabs of operand A in units of 16 bytes: 16 columns, MN-major 16 rows. */
   static constexpr int A_STEP = S::TRANSPOSED ? kSlabBytes / 16 : 2;
 
-  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int main_loop(float (&rAcc)[2][S::TOKENS / 2],
                                                   const moelora_gemm_launch &, WarpContext<S> &warp,
@@ -121,7 +120,7 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
       }
       wgmma_commit();
 
-      // By now TMA has read the outputs of the previous tile, so that this wait is short.
+      // TMA has probably read the outputs of the previous tile by now, so that this wait is short.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 

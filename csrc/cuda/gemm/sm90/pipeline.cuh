@@ -15,8 +15,8 @@
  * Addresses are 32-bit, in the shared window: SharedMemory<S> holds the address of the struct and
  * adds member offsets. Each warp has a WarpContext<S>: shared memory, position in the pipeline, and
  * the epilogue buffers of a consumer. An epilogue buffer holds an epilogue tile, 64 outputs of 32
- * tokens. A consumer has two dedicated buffers; with more than 32 tokens, others alias its part of
- * the tile's last stage, which returns to the pipeline once TMA stores have read it. */
+ * tokens. A consumer has OWN_BUFFERS dedicated buffers; if ALIASES, others alias its part of the
+ * tile's last stage, which returns to the pipeline once TMA stores have read it. */
 #ifndef MOELORA_CUDA_SM90_PIPELINE_CUH
 #define MOELORA_CUDA_SM90_PIPELINE_CUH
 
@@ -44,8 +44,8 @@ template <int STAGES_> struct PipelineBarriers {
   uint64_t full[STAGES], empty[STAGES];
 };
 
-/* Storage is the kernel's SharedStorage, at shared address `base`. Barrier addresses are `base`
- * plus constants and take no registers. */
+/* Storage is the kernel's SharedStorage, at shared address `base`. Barrier addresses follow from
+ * `base` and `stage` and take no registers. */
 template <class Storage, int CLUSTER = 1> struct Pipeline {
   static constexpr int STAGES = decltype(Storage::barriers)::STAGES;
   static constexpr uint32_t FULL = offsetof(Storage, barriers), EMPTY = FULL + 8 * STAGES;
@@ -98,7 +98,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
     const int times = (stage + stages) / STAGES;
     stage += stages - times * STAGES, phase ^= times & 1;
   }
-  /* Returns to the first stage, after init(). */
+  /* Returns to the first stage; its barriers must be as after init(). */
   __device__ __forceinline__ void restart() { stage = 0, phase = 0; }
 };
 
@@ -111,7 +111,7 @@ struct StageHeader {
 };
 
 /* In the first stage of a tile: the tile, the number of its valid tokens, and the number of tokens
- * that consumers multiply, with padding. A stage with block -1 follows the last tile. */
+ * to multiply (rows_multiplied). A stage with block -1 follows the last tile. */
 struct TileHeader {
   Tile tile;
   int count, multiplied;
@@ -158,8 +158,8 @@ struct SlabsHeader {
   }
 };
 
-/* Token range of slab `slab`, in an adapter stage whose consumers predicate by token; overwrites
- * the TileHeader. */
+/* Token range of slab `slab`, in an adapter stage whose consumers predicate by token, in place of a
+ * TileHeader. */
 struct SlabTokens {
   int low, high;
 
@@ -256,7 +256,8 @@ template <class S> struct WarpContext {
     warpgroup_sync<128 * S::CONSUMERS>(kAllConsumersBarrier);
   }
 
-  /* Returns the address of epilogue buffer `buffer` of consumer `owner`. */
+  /* Returns the address of epilogue buffer `buffer` of consumer `owner`. Numbers from BUFFERS on
+   * are the dedicated buffers again. */
   __device__ __forceinline__ uint32_t sOut(int owner, int buffer) const {
     const int more = buffer - OWN_BUFFERS;
     if (more >= 0 && more < ALIASED_BUFFERS)
@@ -273,7 +274,7 @@ template <class S> struct WarpContext {
     sync();
   }
 
-  /* Returns the aliased stage to the pipeline. */
+  /* Releases the aliased stage, if there is one, once TMA stores have read it. */
   __device__ __forceinline__ void release_aliased_stage() {
     if (aliased < 0)
       return;

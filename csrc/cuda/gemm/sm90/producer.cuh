@@ -1,8 +1,8 @@
 /* Producer warps of a Hopper GEMM.
  *
- *                  in each k step                      in each adapter stage
- *   TMA warp       weights; x ordered by position      rows of B
- *   gather warps   x gathered by routing; FP8 scales   rows of xa
+ *                  in each k step                        in each adapter stage
+ *   TMA warp       weights; x if ordered by position     rows of B that a tensor map covers
+ *   gather warps   x if gathered; token scales (FP8)     rows of xa; other rows of B; rows of A
  *
  * All producer warps iterate over the same tiles and stages. A full barrier expects one arrival
  * from the TMA warp, with the transaction bytes, and one from each gather thread, after its
@@ -26,9 +26,9 @@
 constexpr int kProducers = 128,
               kGatherers = 96; // threads of the producer warpgroup; those that gather
 
-constexpr uint32_t kNoRow = 0xffffffffu; // token past the end of its block
+constexpr uint32_t kNoRow = 0xffffffffu; // padding of a block
 
-/* Elements of x per 16-byte copy. */
+/* 16-bit elements of x per 16-byte copy. */
 constexpr int kChunkElements = 8;
 
 /* Share of a stage that one thread copies. LANES threads copy a row: for lane = thread % LANES,
@@ -42,7 +42,7 @@ struct GatherShare {
   static_assert(STEP % 4 == 0, "every other row has the same place in the swizzle");
 
   uint32_t token[ROWS]; // offsets of the rows in x, in units of 16 bytes
-  uint32_t to[PLACES];  // offsets in sX of the first chunk; row i uses i % PLACES
+  uint32_t to[PLACES];  // offsets in sX: to[i % PLACES] + i STEP rows, for row i's first chunk
   int left;             // elements of K left, from the first chunk on
   const uint16_t *gX;   // address of row 0 of x at the current k
 
@@ -85,8 +85,7 @@ struct GatherShare {
   }
 };
 
-/* GatherShare with prefetched rows: the rows of the next block are looked up while stages are
- * full. */
+/* GatherShare that looks up the rows of the next block while it still copies those of this one. */
 template <int TOKENS, int LANES = 8, int GATHERERS = kGatherers, int CHUNK = kChunkElements>
 struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
   using Share = GatherShare<TOKENS, LANES, GATHERERS, CHUNK>;
@@ -122,7 +121,7 @@ struct Gather : GatherShare<TOKENS, LANES, GATHERERS, CHUNK> {
 
 /* ---- producers of the GEMM ---- */
 
-/* TMA boxes that load the `count` rows of a block: `boxes` of S::BOX rows and `rest` of
+/* TMA boxes that cover the `count` rows of a block: `boxes` of S::BOX rows, then `rest` of
  * S::REST_BOX. */
 template <class S> struct TokenBoxes {
   int boxes, rest;
@@ -150,9 +149,11 @@ template <class S> struct TokenBoxes {
   }
 };
 
-/* Splits the K loop into parts, between which producers find the tile's adapters, the next tile,
- * and the rows of the next tile. If the epilogue aliases a stage, producers wait longest for that
- * stage and do all this before it; otherwise a part is one k step. */
+/* Splits the K loop into parts. Producers find the tile's adapters after part ADAPTERS, the next
+ * tile after part TILE, and its rows after part ROWS. If the epilogue aliases a stage, producers
+ * wait longest for that stage: all searches follow the first part, which ends before it. Otherwise,
+ * all parts but the last are one k step. The last k step, whose header describes the adapters, is
+ * in the last part. */
 template <class S> struct TileParts {
   static constexpr bool AT_ONCE = WarpContext<S>::ALIASED_BUFFERS > 0;
   static constexpr int ADAPTERS = 0, TILE = AT_ONCE ? 0 : 1, ROWS = AT_ONCE ? 0 : 2;
@@ -164,16 +165,16 @@ template <class S> struct TileParts {
 };
 
 /* Returns whether weights and factors are loaded with evict_first, so that they do not displace
- * other data from L2. Usually one cluster has all tokens of an expert and reads its weights once;
- * with the largest native tiles, experts have more tokens. */
+ * other data from L2: not if other clusters read them again, as is usual with the largest native
+ * tiles (144 tokens, clusters of two). */
 template <class S>
 __device__ __forceinline__ bool evicts_first(const moelora_weight_rows &weights) {
   return (S::TOKENS <= 128 || S::CLUSTER == 1) && !weights.read_again;
 }
 
-/* Returns the rows of a tile that consumers multiply. With tokens as operand A, each consumer
- * multiplies 64 tokens, and one without tokens leaves the tensor cores to the other. If both CTAs
- * of a cluster process the same block, it is faster to multiply the whole stage. */
+/* Returns TileHeader::multiplied. With tokens as operand A, a consumer whose 64 tokens start at or
+ * past it skips the tile, which leaves the tensor cores to the other. If both CTAs of a cluster
+ * process the same block, it is faster if both consumers multiply. */
 template <class S>
 __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int count) {
   return S::UNPAIRED_BLOCKS && tile.is_shared() ? S::TOKENS : count;
@@ -185,7 +186,6 @@ template <class S> struct TokenRows {
 
   __device__ __forceinline__ explicit TokenRows(int thread) : rows(thread) {}
 
-  /* Looks up the rows of the next tile. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g, const Tile &tile, int count,
                                        int thread) {
     rows.find(g.schedule.blocks, g.tokens, count, thread,
@@ -197,7 +197,6 @@ template <class S> struct TokenRows {
                                         const SharedMemory<S> &) {
     rows.begin(g.tokens, thread);
   }
-  /* Copies the rows of the next k step. */
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
                                        int stage) {
     if (g.tokens.divisor.value)
@@ -215,7 +214,7 @@ template <class S> struct NoTokenScales {
   __device__ __forceinline__ void copy(const moelora_gemm_launch &, const SharedMemory<S> &, int) {}
 };
 
-/* Loads weights, B, and x if it is ordered by position, in the TMA warp. */
+/* Runs the TMA warp: loads weights, x if it is ordered by position, and B by tensor maps. */
 template <class Mainloop, class S>
 __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const RowMaps *x_maps,
                                                const FactorMaps *b_maps,
@@ -271,7 +270,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
       pipeline.advance(end - step);
       step = end;
 
-      // Between parts, find the adapters of this tile and the next tile.
+      // Between parts, find this tile's adapters, and the next tile.
       if (part == Parts::ADAPTERS && !continues)
         adapters = adapters_header(list, count, find_adapters(g, tile, list));
       if (part == Parts::TILE || continues)
@@ -306,7 +305,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   }
 }
 
-/* Copies x if it is gathered, its scales, xa, and factors without a tensor map, in gather warps. */
+/* Runs a gather warp: copies x if it is gathered, FP8 token scales, xa, and unmapped factors. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
                                                   WarpContext<S> &warp) {
@@ -352,7 +351,7 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
         barrier_arrive_cp_async(pipeline.full());
       }
 
-      // Between parts, find the adapters of this tile, the next tile, and its rows.
+      // Between parts, find this tile's adapters, the next tile, and the rows of the next tile.
       if (part == Parts::ADAPTERS && !continues)
         adapter_stages = find_adapters(g, tile, list);
       if (part == Parts::TILE || continues)

@@ -8,7 +8,7 @@
 
 #include "core/backend.h"
 
-/* The outer dimensions, experts and adapters, of the tensor maps of a stack's slices. A dimension
+/* The outer dimensions, experts and adapters, of the tensor maps of a factor's slices. A dimension
  * whose stride is 0 has extent 1. */
 struct StackDims {
   uint32_t experts, adapters; // bit i: slice i has a nonzero stride there

@@ -8,8 +8,8 @@
  *   tile_counter [0]      tiles fetched so far
  *                [1 + i]  the tile that follows tile i in its cluster; 0: not fetched yet
  *
- * A tile is fetched when the previous tile begins. Fetching earlier would assign tiles to the
- * clusters that start first rather than to those that are free first.
+ * A tile is fetched when its cluster begins the previous tile. Fetching earlier would assign tiles
+ * to the clusters that start first rather than to those that are free first.
  *
  * A tile with few k steps ends before its producers have found the next tile and its adapters. Such
  * tiles are scheduled in runs of neighboring columns of one block, which have the same tokens and
@@ -72,8 +72,8 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Returns whether the previous tile was of the same run: another column of the same block. */
   __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
-  /* Fetches the next tile. At the first tile it leaves that to advance(), so that the first loads
-   * are issued earlier. */
+  /* Fetches the tile that follows this one's run. At the first tile it leaves that to advance(), so
+   * that the first loads are issued earlier. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
     if (index >= clusters() && left() == 0)
       fetch(g);
@@ -110,7 +110,7 @@ private:
       index = *next;
     while (index == 0);
   }
-  /* Moves `tile` to the next column of its run. */
+  /* Moves `tile` to this CTA's next column in its run. */
   __device__ __forceinline__ void next_column(const moelora_gemm_launch &g) {
     packed = packed - (1 << 8) | CONTINUES;
     tile.column += 1 + tile.is_shared();

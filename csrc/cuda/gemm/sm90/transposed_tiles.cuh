@@ -2,9 +2,9 @@
  * dequantized and transposed in registers, wgmma with operand A in registers.
  *
  *   TMA warp        W(0)  W(1)  ...                quantized tiles of step i
- *   gather warps    Y(0)  Y(1)  ...                rows of y of step i
- *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs of a tile
- *                                | wgmma 0      | wgmma 1      | ...    overlaps dequantize i + 1
+ *   gather warps    Y(0)  Y(1)  ...                rows of y of step i, if gathered
+ *   consumers       dequantize 0 | dequantize 1 | dequantize 2 | ...    two k16 slabs each
+ *                                | wgmma 0      | wgmma 1      | ...    overlaps next dequantize
  *
  * The rows of W are K, its columns the outputs. A k step covers 128 elements of K: two rows of
  * tiles, or one row of gate tiles and one of up tiles if gate and up rows alternate in K.
@@ -117,7 +117,6 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     }
   }
 
-  /* Runs a consumer's K loop for N tokens. Returns the last stage, which is not yet released. */
   template <int N>
   static __device__ __forceinline__ int
   main_loop(float (&rAcc)[2][S::TOKENS / 2], const moelora_gemm_launch &g, WarpContext<S> &warp,
@@ -133,7 +132,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
       if (g.tokens.divisor.value)
         fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
 
-      // By now TMA has read the outputs of the previous tile, so that this wait is short.
+      // TMA has probably read the outputs of the previous tile by now, so that this wait is short.
       if (WarpContext<S>::ALIASED_BUFFERS > 0 && step == 1)
         warp.release_aliased_stage();
 

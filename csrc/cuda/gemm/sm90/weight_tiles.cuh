@@ -12,7 +12,7 @@ template <class S>
 constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_DEPTH;
 
 /* Producer's iterator over quantized weights: holds the global addresses of this CTA's share of the
- * m64 tiles at the next k step. One lane must issue copies of 2 to 8 KB as fast as memory delivers
+ * m64 tiles at the next k step. One lane must issue copies of a few KB as fast as memory delivers
  * them, so the state per step is minimal. */
 template <class S> struct WeightTiles {
   static constexpr int SHARE = S::TILES / S::CLUSTER,
@@ -85,8 +85,8 @@ template <class S> struct QuantizedLoads : WeightTiles<S> {
   }
 };
 
-/* After the K loop, multiplies accumulators by the scale of the tensor. Every tile stores this
- * scale; it is read from stage `stage`. */
+/* After the K loop, multiplies accumulators by the tile scale, which all tiles along K share: reads
+ * it from stage `stage`. */
 template <class S, class T, int N>
 __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 2],
                                                    const WarpContext<S> &warp, int stage) {
