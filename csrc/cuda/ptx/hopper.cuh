@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives on the barrier at the offset of `barrier` in CTA `rank`. Its release is at CTA scope, the
- * default, which orders this thread's reads of a stage; cluster scope would fence global memory. */
+/* Arrives on the barrier at the offset of `barrier` in CTA `rank`. The default, a release at CTA
+ * scope, orders prior reads of a stage by this thread; cluster scope would fence global memory. */
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile("{\n"
                ".reg .b32 there;\n"
