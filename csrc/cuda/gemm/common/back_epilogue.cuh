@@ -57,7 +57,7 @@ template <class T> struct BackOutputs {
   }
 };
 
-/* Applies the gradient of the activation to N tiles of outputs, with one branch for all of them. */
+/* Applies the gradient of the activation to N tiles of outputs, with at most one branch for all. */
 template <GradientKind KIND, class T, int N>
 __device__ __forceinline__ void apply_back(BackOutputs<T> (&outputs)[N], const float (&v)[N][4],
                                            const moelora_activation_terms &p, float2 weight) {

@@ -1,6 +1,6 @@
 /* Quantizes to e4m3. A lane has 16 neighboring columns of a row, so that a scale group of 128 is in
- * eight lanes. e4m3_bytes stores 16 columns in the order of weight tiles: columns 2q, 2q + 1, 2q +
- * 8, 2q + 9 for q = 0..3. */
+ * eight lanes. e4m3_bytes orders 16 columns as weight tiles do: 2q, 2q + 1, 2q + 8, 2q + 9 for
+ * q = 0..3. */
 #ifndef MOELORA_CUDA_E4M3_CUH
 #define MOELORA_CUDA_E4M3_CUH
 

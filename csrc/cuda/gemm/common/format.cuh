@@ -21,7 +21,7 @@ template <moelora_kernel_format KERNEL> struct FormatTraits {
   static constexpr bool IS_DEQUANTIZED = moelora_is_dequantized_kernel(KERNEL);
   static constexpr bool HAS_ZEROS = moelora_kernel_has_zeros(KERNEL); // in some of its formats
 
-  /* Hopper: bytes per element of x, and elements per 128-byte row. On sm_80, x is always 16-bit. */
+  /* Hopper: bytes per element of x, elements per 128-byte row. Portable kernels: x is 16-bit. */
   static constexpr int X_BYTES = IS_W8A8 ? 1 : 2, X_ELEMENTS = 128 / X_BYTES;
 
   /* Quantized tile: K extent, bytes of values, maximum total bytes. */
@@ -68,8 +68,8 @@ private:
   static __device__ constexpr bool is_one_format() { return moelora_formats_of(KERNEL) == 1; }
 };
 
-/* Scales and zero points of a lane's rows r and r + 8, for 4-bit formats. Each format's file
- * specializes it, with the members
+/* Scales and zero points of a lane's rows r and r + 8, for 4-bit formats. The files
+ * format_*.cuh specialize it, with the members
  *
  *   load(scale, zero, format)   loads from shared memory; the addresses are those of row r
  *   value<SLAB, I>(word)        dequantizes values I of both halves of a word of k16 slab SLAB,

@@ -26,7 +26,7 @@ static MOELORA_CONSTEXPR float code_number(moelora_values values, int code) {
 
 /* Returns the entry of a table for the number 1, in units of the smallest normal number of T. For
  * NF4, it minimizes the sum of squared rounding errors; for FP4, 3/4 of a power of two makes all
- * entries exact. In bf16, it is so small that the entries that share a high byte with one for 0
+ * entries exact. In bf16, it is small: entries that share a high byte with an entry for 0 must
  * have an exponent field of 0 or 1. */
 template <class T> MOELORA_CONSTEXPR float code_unit(moelora_values values) {
   return Element<T>::is_bf16 ? (values == MOELORA_VALUES_BNB_FP4 ? 24 : 1.4370041f * 8)

@@ -33,7 +33,7 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_INT4, T, ZEROS>
                       // second
   uint32_t zeros[2];  // added to nibbles; without ZEROS, added to products
 
-  /* For formats without zero points, `zero` may be any shared memory address. All formats take the
+  /* For formats without zero points, `zero` may be any valid address. All formats take the
    * same branch-free path; byte selectors, which are the same for all tiles, pick the bytes. */
   __device__ __forceinline__ void load(uint32_t scale, uint32_t zero, moelora_format format) {
     const bool halves = F::groups(format) == 2;

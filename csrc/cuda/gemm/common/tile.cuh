@@ -6,7 +6,7 @@
  * m64 tiles of 64 weight rows. Two m64 tiles form a row group: in a gated projection, the even one
  * holds the gate rows and the odd one the up rows of the same 64 outputs. Four warps share the rows
  * of a row group: warp w of the four has rows 16w to 16w + 15 of both m64 tiles. Its accumulators
- * are d[2][N / 2]: d[g][4i + q] is row 16w + lane/4 + 8 (q / 2) of m64 tile g and
+ * of a row group are d[2][N / 2]: d[g][4i + q] is row 16w + lane/4 + 8 (q / 2) of m64 tile g and
  * token 8i + 2 (lane % 4) + q % 2.
  *
  * A stage in shared memory holds rows of 128 bytes (64 elements of K). 16-byte chunk c of row r is
@@ -42,8 +42,8 @@ struct SwizzledRow {
 };
 static_assert(sizeof(SwizzledRow) == kRowBytes, "64 16-bit elements, or 128 of e4m3");
 
-/* Returns the bytes of a quantized tile, or of 64 rows, for each m64 tile of a stage, rounded up to
- * the alignment that the swizzle of X requires. */
+/* Returns the bytes of `tiles` m64 tiles in a stage. For weights to dequantize, these are quantized
+ * tiles, and the sum is rounded up to the alignment that the swizzle of X requires. */
 template <moelora_kernel_format FORMAT> constexpr int weight_bytes(int tiles) {
   using F = FormatTraits<FORMAT>;
   return F::IS_DEQUANTIZED ? (tiles * F::MAX_TILE_BYTES + 1023) / 1024 * 1024 : tiles * kM64Bytes;

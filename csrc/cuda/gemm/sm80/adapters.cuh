@@ -164,7 +164,7 @@ __device__ __forceinline__ void load_factors(const moelora_gemm_launch &g, const
 }
 
 /* Copies the `count` slabs of step `step` to the stage at `w`: rows of B (backward: A), and rows of
- * xa of the tokens that carry the adapter; those of other tokens keep the stage's contents. */
+ * xa of the tokens that carry the adapter. Other rows of X keep their contents. */
 template <class E, class T, int STAGES>
 __device__ __forceinline__ void load_slabs(const moelora_gemm_launch &g, const Tile &shown,
                                            const TileAdapters<E, STAGES> &adapters, int step,
@@ -238,8 +238,8 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
   const int chunk = first_chunk(gate_up, slot) + (lane >> 3 & 1) + (gate_up ? lane >> 4 << 1 : 0);
   const uint32_t x =
       w + E::W_BYTES + (S::first_token() + (lane & 7)) * kRowBytes + ((chunk ^ lane & 7) << 4);
-  // Token numbers count from the start of the segment: from that of the block, each n8 tile would
-  // need a register.
+  // Count tokens from the start of the segment: counting from that of the block would need a
+  // register per n8 tile.
   const int begin = S::first_token() - subtile.low, length = subtile.high - subtile.low;
   const bool all = subtile.m64s == (1u << E::TILES) - 1;
   const int whole = all ? length - 8 : -1; // last start of an n8 tile in the subtile; -1: none

@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const T *from, int left,
     copy_elements(to, from, max(0, min(8, left)));
 }
 
-/* Returns the offset of a thread's chunk of its first row, in rows of 128 bytes. */
+/* Returns the byte offset of a thread's chunk in its first row; a row is 128 bytes. */
 __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);

@@ -289,7 +289,7 @@ template <class E> struct TransposedDepth {
                                  : (g.tokens.k + kDepth - 1) / kDepth;
   }
   /* Returns the column of y that matches a step's first row of W. Sets `end` to K or, for gate
-   * rows whose up rows follow the last gate row, to the end of the gate columns. */
+   * rows in order GATE_UP, to the number of gate columns. */
   static __device__ __forceinline__ int column(const moelora_gemm_launch &g, int step, int *end) {
     const bool split = is_split(g.weights.w), is_up = split && step >= g.weights.w.half_tiles;
     *end = split && !is_up ? g.tokens.k / 2 : g.tokens.k;

@@ -2,7 +2,7 @@
  * memory. The rows of W are K, its columns the outputs:
  *
  *   W [TILES][64 of K]               rows of 64 outputs, chunk c of row r at c ^ (r & 7)
- *   A [TILES][slabs][16 ranks]       the same for ranks, in an adapter stage
+ *   A [TILES][slabs][16 ranks]       rows of 64 outputs, in an adapter stage
  *
  * ldmatrix transposes on load: operand A of an MMA has outputs as its rows. TransposedTileLoader
  * loads quantized weights. */

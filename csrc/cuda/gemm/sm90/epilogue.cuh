@@ -167,7 +167,7 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
   static constexpr bool IS_GATED = MODE == EpilogueMode::GATED || MODE == EpilogueMode::SILU;
   static constexpr bool STORES_E4M3 = moelora_stores_e4m3(S::FORMAT, S::ROWS) && IS_GATED;
   static_assert(!STORES_E4M3 || N <= BUFFERS * kEpilogueTokens, "a buffer for all of a tile");
-  // Whether gate and up are saved as whole lines, in two buffers that the outputs leave.
+  // Whether gate and up are saved as whole lines, in two buffers that outputs do not need.
   static constexpr bool SAVES_LINES =
       S::SAVES && IS_GATED && (N + kEpilogueTokens - 1) / kEpilogueTokens + 2 <= BUFFERS;
 

@@ -24,7 +24,7 @@ template <int TOKENS, int STAGES, moelora_kernel_format FORMAT_, bool ZEROS_>
 struct FewRowsShape : KernelShape<TOKENS, 1, STAGES, 1, FORMAT_, 2> {
   static constexpr bool FEW_ROWS = true, REALLOCATES = false;
   static constexpr bool ZEROS = ZEROS_; // formats may have zero points
-  static constexpr int RESIDENT = 3;    // CTAs per SM: a warp dequantizes more slowly than it loads
+  static constexpr int RESIDENT = 3;    // CTAs per SM, to hide the latency of dequantization
   static constexpr int SPANS = kQuantizedSpans;
   static constexpr int GATHER_LANES = 4;
 

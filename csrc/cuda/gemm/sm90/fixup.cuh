@@ -98,8 +98,8 @@ template <class S, class T> struct NonFinite {
     return v & ~((signs(v) >> 15) * 0xffffu);
   }
 
-  /* Returns the address of this thread's chunk of part i, kSlabBytes, of a consumer's rows of B.
-   * These belong to two m64 tiles, `next` bytes apart, between which the parts alternate. */
+  /* Returns the address of this thread's chunk of part i (kSlabBytes) of a consumer's rows of B.
+   * The parts alternate between two m64 tiles, which are `next` bytes apart. */
   static __device__ __forceinline__ uint32_t chunk(uint32_t sB, int next, int i, int width) {
     return sB + i / 2 * (width == 1 ? S::TILES * kSlabBytes : kSlabBytes) + (i & 1) * next +
            (threadIdx.x & 127) * 16;

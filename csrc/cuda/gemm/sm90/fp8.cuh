@@ -24,8 +24,8 @@ template <int TOKENS, int TILES> struct Fp8Stage {
 };
 
 /* Scales of a stage. Formats with one scale per tile use the first of 64. Within 16 tokens, the
- * scales are in the order of quad_position: 2q, 2q + 1, 2q + 8, 2q + 9 are adjacent, the tokens of
- * a weight-major thread. */
+ * scales are in the order of quad_position: those that a weight-major thread needs are adjacent, of
+ * tokens 2q, 2q + 1, 2q + 8 and 2q + 9. */
 template <int TOKENS, int TILES> struct Fp8Scales {
   float sWScale[TILES][64], sXScale[TOKENS];
 };

@@ -34,8 +34,8 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Rows of x are loaded in TMA boxes of BOX rows, the remainder in boxes of REST_BOX.
   static constexpr int BOX = TOKENS_ < 64 ? TOKENS_ : 64, REST_BOX = TOKENS_ % 32 == 0 ? 32 : 16;
 
-  // The N of an MMA is the smallest of LEAST, LEAST + STEP, ... that holds the tile's tokens. The
-  // plan selects a smaller tile if most experts have less than half a tile of tokens.
+  // The N of an MMA is the smallest of LEAST, LEAST + STEP, ... that holds the tile's tokens. For
+  // fewer tokens per expert, the plan selects smaller tiles.
   static constexpr int STEP = TOKENS_ < 64 ? 8 : 16;
   static constexpr int LEAST = (TOKENS_ / 2 + STEP - 1) / STEP * STEP;
   static_assert(TOKENS_ % REST_BOX == 0 && TOKENS_ % STEP == 0, "whole boxes, whole steps");

@@ -29,9 +29,9 @@
 #include "cuda/ptx/hopper.cuh"
 #include "cuda/ptx/mma.cuh"
 
-/* Lanes of a warp that arrive on an empty barrier. One suffices: a shuffle or barrier after the
- * reads of all lanes precedes the arrival. The racecheck tool of compute-sanitizer tracks each
- * thread separately and needs all lanes to arrive. */
+/* Lanes of a warp that arrive on an empty barrier. One suffices: a warp-synchronous instruction
+ * after the reads of all lanes precedes the arrival. The racecheck tool of compute-sanitizer tracks
+ * each thread separately and needs all lanes to arrive. */
 #ifdef MOELORA_RACECHECK
 constexpr int kArrivals = 32;
 #else
@@ -98,7 +98,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
     const int times = (stage + stages) / STAGES;
     stage += stages - times * STAGES, phase ^= times & 1;
   }
-  /* Returns to the first stage; its barriers must be as after init(). */
+  /* Returns to the first stage. Call init() again before. */
   __device__ __forceinline__ void restart() { stage = 0, phase = 0; }
 };
 

@@ -2,7 +2,7 @@
  *
  *                  in each k step                        in each adapter stage
  *   TMA warp       weights; x if ordered by position     rows of B that a tensor map covers
- *   gather warps   x if gathered; token scales (FP8)     rows of xa; other rows of B; rows of A
+ *   gather warps   x if gathered; token scales (FP8)     rows of xa; other rows of factors
  *
  * All producer warps iterate over the same tiles and stages. A full barrier expects one arrival
  * from the TMA warp, with the transaction bytes, and one from each gather thread, after its
@@ -246,7 +246,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
 #pragma unroll 1
     for (int part = 0, step = 0; step < k_steps; part++) {
       const int end = continues ? k_steps : Parts::end(part, Parts::TILE + 1, k_steps);
-      if (elect_one()) { // the same lane every time
+      if (elect_one()) { // always the same lane, whose `weights` advance
         GemmPipeline<S> at = pipeline;
 #pragma unroll 1
         for (int i = step; i < end; i++, at.advance()) {

@@ -72,8 +72,8 @@ template <class S> struct TileScheduler {
   __device__ __forceinline__ int count() const { return S::RUNS ? packed & 0xff : packed; }
   /* Returns whether the previous tile was of the same run: another column of the same block. */
   __device__ __forceinline__ bool continues() const { return S::RUNS && packed & CONTINUES; }
-  /* Fetches the tile that follows this one's run. At the first tile it leaves that to advance(), so
-   * that the first loads are issued earlier. */
+  /* Fetches the next tile if this one is the last of its run. At the first tile it leaves that to
+   * advance(), so that the first loads are issued earlier. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g) const {
     if (index >= clusters() && left() == 0)
       fetch(g);
