@@ -23,7 +23,7 @@ DECODE = re.compile(r"^MOELORA_CUDA_DECODE\(\w+, (\w+), \w+\)$", re.M)
 SAVING = re.compile(r"^MOELORA_CUDA_SAVING(_BF16)?\((\w+)\)$", re.M)
 # Each row defines a variant for each dtype.
 TYPES = {"BF16": "__nv_bfloat16", "F16": "__half"}
-# By kind: the template of a launcher; "gemm" has one per family.
+# By kind: the template of a launcher; that of "gemm" has the family in its name.
 LAUNCHERS = {
     "gemm": "Launch{family}<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
     "saving": "LaunchSaving<MOELORA_KERNEL_{format}, {type}, {m}, {n}, {stages}, {cluster}>",
@@ -39,7 +39,7 @@ ARGUMENTS = {
     "saving": ("moelora_gemm_launch", "moelora_projection_plan"),
     "back": ("moelora_back_launch", "moelora_back_product_plan"),
 }
-# Rows in one source: so few that all compilers finish at about the same time.
+# Maximum rows of a source, small so that all compilers finish at about the same time.
 MAX_ROWS = {"SM80": 5, "SM90": 3}
 # Factor of MAX_ROWS for builds without optimization, where headers take as long as several rows.
 FAST_FACTOR = 4
@@ -87,14 +87,14 @@ def rows(table: str, variants: str = "") -> list[dict[str, str]]:
 
 
 def kinds(row: dict[str, str]) -> list[str]:
-    """The kinds of kernels that a row has."""
+    """Returns the kinds of kernels that a row has."""
     if row["role"] == "BACK":
         return ["back"]
     return ["gemm", "saving"] if row["saves"] else ["gemm"]
 
 
 def main_loop(kind: str, row: dict[str, str]) -> str:
-    """The header of a Hopper kernel's main loop, as sm90/launch.cuh selects it; else ""."""
+    """Returns the header of a Hopper kernel's main loop, "" for other kernels."""
     if row["family"] != "SM90":
         return ""
     if row["format"] == "NATIVE":
@@ -132,7 +132,7 @@ def table(kind: str, found: list[dict[str, str]]) -> str:
 
 
 def sources(found: list[dict[str, str]], together: bool = False) -> dict[str, str]:
-    """Texts by path below the folder of generated sources, those that compile longest first."""
+    """Returns texts by path below the folder of generated sources, slowest to compile first."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in found:
         for kind in kinds(row):
@@ -154,7 +154,7 @@ def sources(found: list[dict[str, str]], together: bool = False) -> dict[str, st
 
 
 def decode_sources(table: str) -> dict[str, str]:
-    """Texts by path: one for each format with a kernel for whole layers."""
+    """Returns texts by path: one for each format with a kernel for whole layers."""
     return {
         f"cuda/decode/decode_{name.lower()}.cu": MADE + DECODE_SOURCE.format(format=name)
         for name in dict.fromkeys(DECODE.findall(table))
@@ -162,7 +162,7 @@ def decode_sources(table: str) -> dict[str, str]:
 
 
 def source(folder: str, kind: str, members: list[dict[str, str]]) -> str:
-    """Launchers of rows of one kind and family, after the headers that they instantiate."""
+    """Returns the headers and launchers of rows of one kind and family."""
     headers = {HEADERS[Path(folder).name][kind]: None}
     headers |= {loop: None for row in members if (loop := main_loop(kind, row))}
     included = "".join(f'#include "{folder}/{header}.cuh"\n' for header in headers)

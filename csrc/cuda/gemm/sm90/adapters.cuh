@@ -368,7 +368,7 @@ template <class S, class T> struct WeightMajorAdapters {
                                                   b + xa.slab * j + xa.up);
       wgmma_commit();
       if (S::Format::IS_W8A8)
-        wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
+        wgmma_wait<0>(); // the loop merges rAcc with that of promotion: no wgmma may be in flight
     }
     return stage.nonfinite;
   }

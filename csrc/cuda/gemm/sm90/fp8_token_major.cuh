@@ -301,7 +301,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>(); // promotion has written the accumulators, so no wgmma may be in flight
+    wgmma_wait<0>(); // the loop merges rAcc with that of promotion: no wgmma may be in flight
   }
 
   /* Returns whether each weight row has a finite accumulator for the tile's token 0 or 8. Only the
