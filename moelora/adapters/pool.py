@@ -150,6 +150,7 @@ class AdapterPool(ServingPool):
         self.shared_outer = shared_outer
         self.shards = dict(shards or {})
         self.ranks = ranks
+        self.is_split = bool(shards)  # whether processes share the model's weights in any way
         self._slots = Slots(
             self.layers,
             self.linears,

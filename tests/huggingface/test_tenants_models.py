@@ -175,9 +175,10 @@ def test_many_tokens():
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-def test_of_quantized_experts(tmp_path):
+@pytest.mark.parametrize(("kind", "group"), [("mxfp4", 32), ("bitsandbytes", 64)])
+def test_of_quantized_experts(tmp_path, kind, group):
     """Served from the same tiles; attention has adapters, too."""
-    make_folder(tmp_path / "model", "mxfp4", 32)
+    make_folder(tmp_path / "model", kind, group)
     model = moelora_hf.load_quantized(tmp_path / "model").requires_grad_(False)
     pool = moelora_hf.load_adapters(model, {}, **POOL, targets=["experts", "q_proj", "v_proj"])
     tenants, ids = Tenants(pool), tokens(5)

@@ -35,7 +35,7 @@ def test_experts_are_moeloras(config, monkeypatch):
 OWN_EXPERTS = {
     "llama4_text": "Llama4TextExperts",
     "jetmoe": "JetMoeParallelExperts",
-    "doge": "DogeForCausalLM has no experts behind",
+    "doge": "DogeForCausalLM has no experts that use",
     "longcat_flash": "LongcatFlash",
     "nllb-moe": "NllbMoeExperts",
     "switch_transformers": "SwitchTransformersExperts",
@@ -55,7 +55,7 @@ def test_a_model_without_experts():
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     model = transformers.LlamaForCausalLM(config)
-    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has no experts behind"):
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has no experts that use"):
         moelora_hf.enable(model)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         moelora_hf.load_adapters(model, {}, max_loras=1, max_rank=4)

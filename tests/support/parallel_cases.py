@@ -165,14 +165,15 @@ def refused(folder: Path) -> None:
     adapters = {"a": folder / "a"}
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     pipeline = {"distributed_config": DistributedConfig(pp_size=2)}
+
+    def tenants(model: Any) -> Tenants:
+        return Tenants(moelora_hf.load_adapters(model, adapters, max_rank=8, w13_slices=1))
+
     table: list[tuple[dict[str, Any], Any, str]] = [
         (pipeline, lambda m: moelora_hf.load_adapters(m, adapters), "pipeline parallel"),
         (pipeline, lambda m: moelora_peft.attach(peft.get_peft_model(m, config)), "pipeline paral"),
-        (
-            MODES["tp"],
-            lambda m: Tenants(moelora_hf.load_adapters(m, adapters, max_rank=8, w13_slices=1)),
-            "Tenants does not train",
-        ),
+        (MODES["tp"], tenants, "Tenants does not train"),
+        (TRAINED["fsdp of two batches"], tenants, "by FSDP.* Tenants does not train"),
     ]
     for options, call, words in table:
         model = load(folder, "", **options)

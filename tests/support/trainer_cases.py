@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "sft fsdp2 of nf4": ("SFTTrainer", {"experts": "nf4"}, 2),
     "sft ep of two batches": ("SFTTrainer", {"fsdp_size": 2, "ep_size": 2}, 2),
     "grpo ddp": ("GRPOTrainer", {}, 2),
+    "grpo fsdp2": ("GRPOTrainer", {}, 2),
 }
 
 

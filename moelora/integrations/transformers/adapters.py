@@ -245,6 +245,7 @@ def load_adapters(
         ranks=ranks,
         **sizes,
     )
+    pool.is_split = any(hasattr(weight, "placements") for weight in model.parameters())
     for name, folder in folders.items():
         if host:
             pool.register(name, folder, layout=layouts.get(name))

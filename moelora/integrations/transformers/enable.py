@@ -10,7 +10,7 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implem
 from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
-from moelora.integrations.transformers.projection import is_loaded_fp8, up_name
+from moelora.integrations.transformers.projection import is_loaded_fp8, no_experts, up_name
 from moelora.weights.fp8 import Activations
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def enable(
             "would run as before"
         )
     if not layers:
-        raise NotImplementedError(f"{name} has no experts behind transformers' experts interface")
+        raise NotImplementedError(no_experts(model))
     for name, (module, _) in layers.items():
         if is_loaded_fp8(module):
             continue  # pack_loaded checks them

@@ -12,6 +12,7 @@ from moelora.integrations.transformers.parallel import experts_shard
 from moelora.integrations.transformers.projection import (
     is_experts,
     is_interleaved,
+    no_experts,
     refuse_zero3,
     sizes,
 )
@@ -52,7 +53,7 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
         experts_shard(name, module, layer)  # raises if no factors go with this process's part
         layers[name] = (module, layer)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
+        raise ValueError(no_experts(model))
     return layers
 
 

@@ -113,6 +113,11 @@ def refuse_zero3(name: str, weight: object) -> None:
         )
 
 
+def no_experts(model: nn.Module) -> str:
+    """What is wrong with a model of which no module is `is_experts`."""
+    return f"{type(model).__name__} has no experts that use transformers' experts interface"
+
+
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 

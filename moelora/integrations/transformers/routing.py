@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moelora.integrations.transformers.projection import is_experts, sizes
+from moelora.integrations.transformers.projection import is_experts, no_experts, sizes
 from moelora.operators.checks import check_count
 from moelora.training import MultiLoraExperts
 
@@ -188,5 +188,5 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
         block = name.rpartition(".")[0]
         found[block] = (block, model.get_submodule(block), experts)
     if not found:
-        raise ValueError(f"{type(model).__name__} has no experts behind transformers' interface")
+        raise ValueError(no_experts(model))
     return list(found.values())

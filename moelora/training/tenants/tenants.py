@@ -69,7 +69,7 @@ class Tenants:
         The pool has another layout, or other `Tenants` that are not closed; this process is not in
         the group.
     NotImplementedError
-        The pool is of a tensor- or expert-parallel model.
+        The pool is of a model that processes share by tensors, by experts or by FSDP.
     RuntimeError
         The pools of the ranks differ in layers, ranks or dtypes.
 
@@ -130,11 +130,12 @@ class Tenants:
                     f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
                     "pass w13_slices=1 to AdapterPool or load_adapters"
                 )
-        if pool.shards or pool.ranks is not None:
+        if pool.is_split:
             raise NotImplementedError(
-                f"the pool holds a part of {[*pool.shards, *pool.layers][0]}: Tenants does not "
-                "train factors of tensor- or expert-parallel models; train with PEFT and "
-                "moelora.integrations.peft.attach, or a replica of the model on each rank"
+                f"the pool is of a model that processes share by tensors, by experts or by FSDP, "
+                f"such as {next(iter(pool.layers or pool.linears))}: Tenants does not train such a "
+                "model; train with PEFT and moelora.integrations.peft.attach, or load the whole "
+                "model in each process and pass group="
             )
         if id(pool) in _TRAINED:
             raise ValueError("the pool has other Tenants already: use those, or close them before")
