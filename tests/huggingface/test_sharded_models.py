@@ -129,7 +129,7 @@ def run(folder, processes, config, cases):
         ),
         pytest.param(2, whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
         pytest.param(2, whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
-        pytest.param(4, eight, [*parallel_cases.FOUR], id="four processes"),
+        pytest.param(4, eight, ["fsdp and tp", "ep of all"], id="four processes"),
     ],
 )
 def test_processes_serve_as_one(tmp_path, processes, config, cases):
