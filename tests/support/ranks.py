@@ -23,7 +23,7 @@ os.environ["WORLD_SIZE"] = size
 ranks = list(map(str, range(int(size))))
 for rank in ranks:
     if os.fork() == 0:
-        signal.alarm(570)
+        signal.alarm(270)
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
         sys.path[0] = os.path.dirname(sys.argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -42,7 +42,7 @@ def run_ranks(program: str, *words: str, modules: str, processes: int = 2, **env
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=285,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout.splitlines()
