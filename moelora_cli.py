@@ -24,7 +24,7 @@ COMMANDS = {  # {name: (module with `add_arguments` of its parser, help)}
     "adapters": ("moelora.commands.adapters", "what an adapter is, and whether it will load"),
     "bench": (
         "moelora.bench.command",
-        "time a layer beside its baselines, or an engine; plot and compare results",
+        "time a layer beside its baselines; plot and compare results",
     ),
     "plot": ("moelora.bench.plot", "draw result files of bench"),
     "tune": (

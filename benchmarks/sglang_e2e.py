@@ -27,9 +27,8 @@ import urllib.error
 import urllib.request
 
 from benchmarks.engines import jobs
-from benchmarks.engines.answers import compare_batches, compare_engines, judge, same_by
+from benchmarks.engines.answers import check, compare_batches, compare_engines, judge, same_by
 from benchmarks.options import numbers
-from moelora.bench.engine.serving import check
 from moelora.integrations.sglang import SWITCH
 
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
@@ -57,7 +56,7 @@ CHECKED = {  # SGLang's servers whose answers are compared, each with moelora's
 
 
 class Client:
-    """A server's adapters, as `moelora.bench.engine.serving` asks for them."""
+    """A server's adapters, as `answers.check` asks for them."""
 
     def __init__(self, manifest, port):
         self.url, self.vocab = f"http://127.0.0.1:{port}", manifest["vocab"]

@@ -22,7 +22,31 @@ BEYOND = 0.01  # share of log-probabilities that may differ by more than a near-
 CHANCE = 0.05  # maximum probability that correct engines fail by the number of such steps
 SAME = 0.1  # median difference of prompts' log-probabilities between two correct engines
 SAME_FP8 = 0.5  # as SAME, where activations are quantized on the way
+CHECK = (6, 16)  # prompts for each adapter, new tokens
 WORSE = 1.25  # maximum ratio of moelora's median distance to the baseline's
+
+
+def check(engine):
+    """Replies of the base model and of each adapter alone, and of all of them in one batch.
+
+    An engine has `adapters`, their `names`, `prompts(lengths)` and `replies(prompts, adapters,
+    new)`: greedy tokens of each prompt; an adapter of None is the base model.
+    """
+    count, new = CHECK
+    prompts = engine.prompts(24 + 13 * i for i in range(count))
+    who = [None, *engine.adapters]
+    alone = [engine.replies(prompts, [a] * count, new) for a in who]
+    order = [(i, j) for j in range(count) for i in range(len(who))]
+    replies = engine.replies([prompts[j] for _, j in order], [who[i] for i, _ in order], new)
+    mixed = [[None] * count for _ in who]
+    for (i, j), reply in zip(order, replies, strict=True):
+        mixed[i][j] = reply
+    return {
+        "names": ["base", *engine.names],
+        "prompts": prompts,
+        "alone": alone,
+        "mixed": mixed,
+    }
 
 
 def differences(a, b):

@@ -5,6 +5,8 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
+import signal
+import subprocess
 import sys
 import time
 
@@ -13,9 +15,50 @@ import tomllib
 from benchmarks import ROOT
 from benchmarks.engines.answers import SAME, SAME_FP8, write_replies
 from moelora.bench import results
-from moelora.bench.engine.jobs import Job
 
 RANKS = "16,16,64,64"
+
+
+class Job:
+    """A command in a process group of its own, with a log and a deadline."""
+
+    def __init__(self, name, command, folder, seconds, environment=None, where=None):
+        """Start `command` in `where`, by default the current folder; its log goes to `folder`."""
+        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        self.seconds, self.start = seconds, time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [str(c) for c in command],
+                cwd=where,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def left(self):
+        """Seconds to its deadline."""
+        return self.seconds - (time.monotonic() - self.start)
+
+    def wait(self):
+        """Wait for the process until the deadline, then `stop` it; returns the record of `stop`."""
+        try:
+            code = self.process.wait(max(self.left(), 0.1))
+            end = "ok" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped after {self.seconds:.0f} s"
+        return self.stop(end)
+
+    def stop(self, end):
+        """Kill all processes of the group; returns {"stage", "seconds", "end"}."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        seconds = round(time.monotonic() - self.start, 1)
+        print(f"{self.name}: {end}, {seconds} s", flush=True)
+        return {"stage": self.name, "seconds": seconds, "end": end}
 
 
 class Bench:

@@ -15,12 +15,10 @@ import random
 import sys
 import time
 
+from benchmarks.engines.answers import CHECK, check
 from benchmarks.engines.vllm_bits import Rows
 from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
-from moelora.bench.engine import worker
-from moelora.bench.engine.serving import CHECK, DECODE, check
-from moelora.bench.engine.worker import moe_layers
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,10 +50,8 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
-class Engine(worker.Engine):
+class Engine:
     """Of a folder with a manifest; its requests are shared among the ranks of data parallelism."""
-
-    best = 20
 
     def __init__(self, args):
         from vllm import LLM
@@ -96,7 +92,7 @@ class Engine(worker.Engine):
             load_format="safetensors",
             max_model_len=4096,
             max_num_batched_tokens=8192,
-            max_num_seqs=DECODE[0],
+            max_num_seqs=64,
             enable_prefix_caching=False,
             tensor_parallel_size=args.tensor_parallel,
             enable_expert_parallel=args.expert_parallel,
@@ -108,15 +104,47 @@ class Engine(worker.Engine):
         self.names = [f.name for f in folders]
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
 
+    def prompts(self, lengths):
+        return [self.random.choices(self.vocab, k=n) for n in lengths]
+
     def run(self, prompts, adapters, **sampling):
+        from vllm import SamplingParams
+
         adapters = self.ranks_of_data.share(adapters)
         prompts = self.ranks_of_data.share(prompts)
         if not prompts:  # the engine steps with the others
             return []
-        return super().run(prompts, adapters, **sampling)
+        params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        adapters = adapters if any(adapters) else None
+        return self.llm.generate(given, params, use_tqdm=False, lora_request=adapters)
+
+    def generate(self, prompts, adapters, new):
+        self.run(prompts, adapters, max_tokens=new)
 
     def replies(self, prompts, adapters, new):
-        return self.ranks_of_data.gather(super().replies(prompts, adapters, new))
+        options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
+        found = [reply(output) for output in self.run(prompts, adapters, **options)]
+        return self.ranks_of_data.gather(found)
+
+
+def moe_layers(worker):
+    """The experts classes in a worker's model."""
+    found = set()
+    for module in worker.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        for kernel in (getattr(module, "_moe_kernel", None), getattr(method, "moe_kernel", None)):
+            if kernel is not None:
+                found.add(type(kernel.fused_experts).__name__)
+    return ", ".join(sorted(found)) or "no MoE kernel found"
+
+
+def reply(output):
+    """A request's result, as plain numbers: `top` has the best tokens at each step."""
+    ids = output.prompt_token_ids
+    prompt = [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
+    top = [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs]
+    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
 # ---- what requests get ----

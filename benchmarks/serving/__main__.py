@@ -11,11 +11,10 @@ import urllib.error
 import urllib.request
 
 from benchmarks import ROOT, serving
-from benchmarks.engines.jobs import version, write_entry_points, write_logs
+from benchmarks.engines.jobs import Job, version, write_entry_points, write_logs
 from benchmarks.options import words
 from benchmarks.serving import models
 from moelora.bench import results
-from moelora.bench.engine.jobs import Job
 
 HERE = pathlib.Path(__file__).parent
 ENGINES, WORKLOADS = (

@@ -8,7 +8,6 @@
     moelora bench --model path/to/config.json --format int4
     moelora bench --shape 32,4,2880,2880 --device cpu
     moelora bench --list
-    moelora bench engine Qwen/Qwen3-30B-A3B --lora adapters/law
     moelora plot now.json --out now.png
     moelora bench compare before.json now.json
 
@@ -31,18 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moelora import _C
-from moelora.bench import (
-    baselines,
-    cases,
-    compare,
-    config,
-    console,
-    engine,
-    formats,
-    plot,
-    results,
-    shapes,
-)
+from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
 from moelora.bench.harness import Bench, Situation
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
@@ -94,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser)
     parser.set_defaults(run=run)
-    topics = parser.add_subparsers(metavar="engine | plot | compare")
-    for topic in (engine, plot, compare):
+    topics = parser.add_subparsers(metavar="plot | compare")
+    for topic in (plot, compare):
         name = topic.__name__.rpartition(".")[2]
         topic.add_arguments(topics.add_parser(name, help=topic.ABOUT))
 

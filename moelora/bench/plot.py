@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "roofline": "flops under the roof and the cost of adapters; of few cases their times",
         "beside": "a layer with adapters beside vLLM's with and without, of one file",
         "arrivals": "times to the first token, of one file of benchmarks.churn",
-        "engine": "tokens per second of engines, of one file of bench engine",
         "rl": "rewards, and how far trainers are from samplers, of one file of benchmarks.rl_loop",
     }
     about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
@@ -63,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         elif args.picture == "roofline":
             figure = layers(args.files)
         else:
-            pictures = {"engine": engines, "arrivals": arrivals, "rl": policies}
-            figure = pictures[args.picture](args.files[0])
+            figure = {"arrivals": arrivals, "rl": policies}[args.picture](args.files[0])
         path = save(figure, args.out)
     except (OSError, ValueError, ImportError) as error:
         print(f"moelora plot: {error}", file=sys.stderr)
@@ -322,40 +320,4 @@ def policies(file: str | Path) -> Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
-    return figure
-
-
-def engines(file: str | Path) -> Figure:
-    """A bar for each engine, of prefill and of decode; ValueError if the file has no engine."""
-    meta, cases = results.read(file)
-    rates = {
-        (row["engine"], row["lora_enabled"], row["batch"] != "base"): row
-        for row in cases
-        if row.get("topic") == "speed" and row.get("engine") in ("vllm", "moelora")
-    }
-    wanted = (  # engine, LoRA enabled, adapters in the batch
-        ("vLLM without LoRA", ("vllm", False, False), "0.6"),
-        ("vLLM with adapters", ("vllm", True, True), "C3"),
-        ("moelora with adapters", ("moelora", True, True), "C0"),
-    )
-    bars = [(label, rates[key], color) for label, key, color in wanted if key in rates]
-    if not bars:
-        raise ValueError(f"{file} has no engine of vLLM")
-    figure = new_figure(9, 1.6 + 0.5 * len(bars))
-    from matplotlib.ticker import MaxNLocator
-
-    for axes, phase in zip(figure.subplots(1, 2, sharey=True), ("prefill", "decode"), strict=True):
-        speeds = [row.get(f"{phase}_tok_s", 0) for _, row, _ in bars]
-        drawn = axes.barh([bar[0] for bar in bars], speeds, color=[bar[2] for bar in bars])
-        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        axes.margins(x=0.25)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set(title=phase, xlabel="tokens per second (higher is better)")
-        axes.grid(axis="x", alpha=0.3)
-    figure.axes[0].invert_yaxis()
-    mixed = next((row["batch"].split()[0] for _, row, _ in bars if row["batch"] != "base"), "no")
-    model = f"{Path(meta['model']).name}, " if "model" in meta else ""
-    versions = f"moelora {meta['moelora']}, vLLM {meta['vllm']}, torch {meta['torch']}"
-    figure.suptitle(f"{model}{mixed} adapters mixed, {meta['device']}\n{versions}", fontsize=11)
     return figure

@@ -512,7 +512,6 @@ def test_a_run_is_drawn(bench, tmp_path, words, tokens, drawn):
         (["plot", "nowhere.json", "--out", "now"], "wanted a file that ends in .png or .svg"),
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "beside"], "no case of rank 16 with"),
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "arrivals"], "no case of arrivals"),
-        (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "engine"], "has no engine of vLLM"),
         (["plot", f"{RESULTS}/cpu-layer.json", "--picture", "rl"], "no case of a loop of RL"),
     ],
 )

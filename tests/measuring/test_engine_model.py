@@ -59,7 +59,7 @@ def test_a_tokenizer_has_a_word_for_each_token(tmp_path):
 
 
 def replies(manifest, wrong):
-    """What moelora's layers answer, as a check of `moelora.bench.engine.serving`."""
+    """What moelora's layers answer, as a check of `benchmarks.engines.answers.check`."""
     model, alone = load(manifest), []
     pool = load_adapters(model, manifest["adapters"])
     for name in (None, *pool.names()):

@@ -191,7 +191,7 @@ ask {line} {"''" if line.endswith(" ") else ""}; printf '%s\n' "${{COMPREPLY[@]}
         ("moelora bench --quick --dead", {"--deadline-s"}),
         ("moelora bench --device c", {"cpu", "cuda"}),
         ("moelora bench pl", {"plot"}),
-        ("moelora bench plot --picture ", {"roofline", "beside", "arrivals", "engine", "rl"}),
+        ("moelora bench plot --picture ", {"roofline", "beside", "arrivals", "rl"}),
         ("moelora completion ", {"bash", "zsh", "fish"}),
         ("moelora info --no", {"--no-test"}),
     ],

@@ -22,7 +22,7 @@ ROOMS = {
     "integrations/peft": {"operators", "adapters", "integrations/transformers"},
     "integrations/trl": {"integrations/peft", "integrations/vllm"},
     "": {"_C", *ENGINE, "training", "integrations/vllm", "integrations/sglang"} - {"integrations"},
-    "bench": {"", "_C", "operators", "weights", "reference", "integrations/vllm"},
+    "bench": {"", "_C", "operators", "weights", "reference"},
 }
 ROOMS["commands"] = {
     room for room in ROOMS if room not in ("integrations/peft", "integrations/trl")
