@@ -10,7 +10,7 @@ pytest.importorskip("tomllib")
 
 from e2e import runner, topics  # noqa: E402
 
-from benchmarks import sglang_e2e, vllm_e2e, vllm_parallel, vllm_suite  # noqa: E402
+from benchmarks import sglang_e2e, vllm_e2e, vllm_parallel  # noqa: E402
 from benchmarks.engines import jobs  # noqa: E402
 
 
@@ -77,66 +77,6 @@ def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
 
     assert judged(0.01, 0.09) and not judged(0.01, 0.11)
     assert judged(0.2, 0.24) and not judged(0.2, 0.26)
-
-
-TESTS = """\
-import pytest
-from vllm.lora.ops.triton_ops import fused_moe_lora
-
-@pytest.mark.parametrize("n", range(20))
-def test_moe_of_both(n, a_fixture):
-    assert n < 20 and a_fixture == 3
-
-def test_moe_kernel_is_that_of_moelora():
-    assert fused_moe_lora.__module__ == "moelora.integrations.vllm.ops"
-
-def test_moe_rejects_bad_block_size_m():
-    assert fused_moe_lora is None
-
-def test_moe_worse():
-    assert fused_moe_lora is None
-
-def test_that_fails_anyway():
-    assert False
-"""
-
-
-@pytest.mark.slow
-def test_a_test_that_fails_with_the_plugin_alone_is_found(tmp_path, run):
-    lora = tmp_path / "sdist/tests/lora"
-    lora.mkdir(parents=True)
-    for folder in (lora, lora.parent):
-        (folder / "__init__.py").touch()
-    fixture = "import pytest\n@pytest.fixture\ndef a_fixture():\n    return 3\n"
-    (lora / "conftest.py").write_text(fixture)
-    (lora / "test_fused_moe_lora_kernel.py").write_text(TESTS)
-    code, written, log = run(vllm_suite, "--tests", lora.parent, "--each", "4", "--cases")
-    assert code == 1
-    (row,) = topics(written, "tests")
-    assert row["file"] == "lora.test_fused_moe_lora_kernel", log
-    assert (row["passed_off"], row["failed_off"]) == (6, 2)
-    assert (row["passed_on"], row["failed_on"]) == (5, 3)
-    assert [name.rpartition("::")[2] for name in row["worse"]] == ["test_moe_worse"]
-    assert [name.rpartition("_bad_")[2] for name in row["otherwise"]] == ["block_size_m"]
-    assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
-
-
-@pytest.mark.slow
-def test_models_run_with_the_plugin_and_without(run):
-    words = ("--cases", "olmoe", "int4", "mxfp4", "--at-once", "6")
-    code, written, log = run(vllm_suite, *words)
-    assert code == 0, log
-    compared = {row["compared"] for row in topics(written, "answers")}
-    assert {"moelora int4, vllm int4: mixed", "moelora olmoe: mixed, each alone"} <= compared
-
-
-def test_a_run_without_tests_is_not_good():
-    assert [row["ok"] for row in vllm_suite.compare_outcomes({}, {})] == [False]
-    passed = {"file::test": ("passed", 1.0)}
-    (row,) = vllm_suite.compare_outcomes(passed, {})
-    assert row["worse"] == ["file::test"] and not row["ok"]
-    (row,) = vllm_suite.compare_outcomes({"file::test": ("failed", 1.0)}, passed)
-    assert row["ok"]
 
 
 @pytest.mark.slow

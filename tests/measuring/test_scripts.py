@@ -136,18 +136,6 @@ def test_a_larger_error_than_that_of_bf16_is_no_success():
     assert (goals, errors) == ([], [wanted])
 
 
-@pytest.mark.slow
-def test_the_table_of_dialects(tmp_path):
-    pytest.importorskip("peft")
-    from benchmarks import dialect_table
-
-    page = tmp_path / "adapters.md"
-    page.write_text(f"{dialect_table.BEGIN}\n{dialect_table.END}")
-    words = ["--out", str(page), "--dialects", "peft", "--models", "qwen3_moe"]
-    dialect_table.main(words)
-    assert f"| {dialect_table.DIALECTS['peft'].what} | yes | " in page.read_text()
-
-
 # ---- machine code ----
 
 # What it prints of a file is what the file holds.
