@@ -10,4 +10,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests/support"))
+sys.path += [str(ROOT / "tests/support"), str(ROOT / "tests")]

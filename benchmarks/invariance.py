@@ -28,15 +28,14 @@ from functools import partial
 
 import torch
 from cases import Problem, Spec
+from delta_cases import TILES, delta_kwargs, delta_operator
+from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from torch import Tensor
 
 import moelora
-from benchmarks.grid.adapters import TILES, factors
-from benchmarks.grid.alignment import align_lists
-from benchmarks.grid.calls import DTYPES
-from benchmarks.grid.quantized import FORMATS, FP8, KERNELS, kernels_of, packed
 from moelora import _C
 from moelora.bench import results
+from moelora.reference.routing import as_list
 
 MOST = {"cuda": 8192, "cpu": 96}  # tokens of a composition
 POOL = {"cuda": 640, "cpu": 48}
@@ -73,23 +72,34 @@ def gemm(which: str, p: Problem, _: Tensor, **weights) -> Tensor:
 
 
 def delta(which: str, p: Problem, _: Tensor) -> Tensor:
-    run = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}[which]
-    arguments = p.gemm_kwargs(which, which == "w2")
-    del arguments["w"], arguments["bias"]
-    return run(**arguments, num_experts=p.w13.size(0))
+    return delta_operator(which)(**delta_kwargs(p, which, mul_routed_weight=which == "w2"))
+
+
+def lists_of(p: Problem, experts: int, block: int, lora_ids: Tensor) -> tuple[Tensor, ...]:
+    """vLLM's lists of rows, of experts and of rows in use."""
+    slots, rows = lora_ids.numel(), p.topk_ids.numel()
+    longest = rows + min(rows, experts) * (block - 1)
+    shapes = {(slots, longest): rows, (slots, -(-longest // block)): -1, (slots,): 0}
+    made = [
+        torch.full(shape, fill, dtype=torch.int32, device=lora_ids.device)
+        for shape, fill in shapes.items()
+    ]
+    sizes = (experts, block, slots, longest, -(-longest // block))
+    moelora.moe_lora_align_block_size(
+        p.topk_ids, p.token_lora_mapping, *sizes, *made, lora_ids=lora_ids
+    )
+    return tuple(made)
 
 
 def vllm(base: Tensor, block: int, p: Problem, index: Tensor) -> Tensor:
     """Its `fused_moe_lora` onto `base`, by lists of blocks or, of block 0, without."""
-    a, b = factors(p, "w13")
+    a, b = as_list(p.w13_lora_a), as_list(p.w13_lora_b)
     out, slots, experts = base[index], len(p.spec.ranks), p.w13.size(0)
     who, active = (None, p.topk_ids.reshape(-1), None), None
     if block:
         active = torch.arange(slots, dtype=torch.int32, device=out.device)
-        fill = (p.topk_ids.numel(), -1, 0)
-        routing = (p.topk_ids, p.token_lora_mapping, experts, slots)
-        who = align_lists(*routing, block, active, fill)
-    tiles = (block or 16, *TILES)
+        who = lists_of(p, experts, block, active)
+    tiles = (block or 16, *TILES.values())
     moelora.fused_moe_lora(
         *(out, p.hidden_states, a, b, p.topk_weights, *who, p.token_lora_mapping, a[0].size(2)),
         *(p.topk_ids.size(1), active, slots if block else None, None, *tiles, *tiles),
@@ -134,49 +144,51 @@ def base_product(p: Problem, *columns: int) -> Tensor:
 def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
     """Every pool as (name, how to make it)."""
 
-    def build(spec: Spec) -> Problem:
+    def native(spec: Spec) -> Problem:
         return replace(spec, tokens=POOL[device]).build().to(device)
 
     def own(name: str, spec: Spec) -> Pool:
         names = {f"{o} {w}": partial(f, w) for o, f in (("gemm", gemm), ("delta", delta))
                  for w in ("w13", "w2")}  # fmt: skip
-        return Pool(name, "native", build(spec), {"layer": layer, **names})
+        return Pool(name, NATIVE, native(spec), {"layer": layer, **names})
 
-    def quantized(name: str, format: str, spec: Spec) -> Pool:
-        p = build(spec)
-        w13 = packed(p.w13, format, "concatenated", 1)
-        w2 = packed(p.w2, format, None, 2)
-        operators = {"layer": partial(layer, w13=w13, w2=w2), "gemm w2": partial(gemm, "w2", w=w2)}
-        return Pool(name, format, p, operators)
+    def quantized(name: str, form: str, spec: Spec) -> Pool:
+        made = build(replace(spec, tokens=POOL[device]), ALL_FORMATS[form], spec.dtype).to(device)
+        whole, down = partial(layer, w13=made.w13, w2=made.w2), partial(gemm, "w2", w=made.w2)
+        operators = {"layer": whole, "gemm w2": down}
+        return Pool(name, form, made.dense, operators)
 
     def engines(name: str, listed: Spec, mlp: Spec) -> Iterator:
         def of_vllm() -> Pool:
-            p = build(listed)
+            p = native(listed)
             base = base_product(p, p.spec.top_k, p.w13.size(1))
             blocks = {"naive": 0, "lists of 16": 16, "lists of 64": 64}
-            return Pool(name, "native", p, {
+            return Pool(name, NATIVE, p, {
                 f"fused_moe_lora, {how}": partial(vllm, base, block)
                 for how, block in blocks.items()
             })  # fmt: skip
 
         def of_sglang() -> Pool:
-            p = build(mlp)
+            p = native(mlp)
             base = base_product(p, p.spec.hidden)
-            return Pool(name, "native", p, {"run_moe_lora": partial(sglang, base)})
+            return Pool(name, NATIVE, p, {"run_moe_lora": partial(sglang, base)})
 
         yield f"vllm {name}", of_vllm
         yield f"sglang {name}", of_sglang
 
-    for word, dtype in DTYPES[device].items():
+    words = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+    for word, dtype in words.items():
+        if device == "cuda" and dtype == torch.float32:
+            continue
         for shape, spec in SHAPES.items():
             yield f"{shape} {word}", partial(own, word, replace(spec, dtype=dtype))
         yield from engines(word, replace(VLLM, dtype=dtype), replace(SGLANG, dtype=dtype))
-        for format in (*FORMATS, *FP8) if dtype != torch.float32 else ():
+        for format in ALL_FORMATS if dtype != torch.float32 else ():
             spec = replace(QUANTIZED, dtype=dtype)
             yield f"{format} {word}", partial(quantized, word, format, spec)
         if device == "cuda":  # tiles in runs
             wide = replace(QUANTIZED, hidden=2304, dtype=dtype)
-            yield f"fp8 wide {word}", partial(quantized, word, "fp8", wide)
+            yield f"fp8 wide {word}", partial(quantized, word, "fp8_block_w8a8", wide)
 
 
 # ---- compositions ----
@@ -252,14 +264,12 @@ class Prover:
 def forced(pool: Pool, device: str) -> list[str]:
     """Variants that plans of this pool may use: of its dtype and format, or of ids. A CPU has one
     set of instructions, and with it one row of each dtype."""
-    (word,) = {n for n, d in DTYPES["cpu"].items() if d == pool.problem.spec.dtype}
-    others = KERNELS - {kernels_of(pool.format)}
+    word = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(pool.problem.spec.dtype)
     return [
         name
         for name in _C.usable()
-        for parts in [name.split("_")]
-        if device == "cuda" and "_sm" in name
-        if parts[1] in (word, "i32") and not others & set(parts)
+        if device == "cuda" and "_sm" in name and name.split("_")[1] in (word, "i32")
+        if {NATIVE, pool.format} & set(forms_of(name))
     ]
 
 

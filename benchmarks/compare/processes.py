@@ -27,47 +27,48 @@ def serve(worker):
         print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
 
 
+def prepare(text, folder):
+    """The environment in which Python finds the package of a build, linked in `folder`/NAME."""
+    name, _, rest = text.partition("=")
+    path, *variables = rest.split(",")
+    path = pathlib.Path(path).resolve()
+    checkout = (path / "moelora" / MODULE).is_file()
+    if not rest or not (checkout or path.is_file()):
+        raise SystemExit(
+            f"{text!r} is not NAME=MODULE[,VARIABLE=VALUE...] of a file, nor NAME=DIR of a "
+            f"checkout with a moelora/{MODULE}"
+        )
+    home = pathlib.Path(folder) / name
+    home.mkdir()
+    if checkout:
+        (home / "moelora").symlink_to(path / "moelora")
+    else:
+        (home / "moelora").mkdir()
+        for part in (ROOT / "moelora").iterdir():
+            if not part.name.startswith("_C."):
+                (home / "moelora" / part.name).symlink_to(part)
+        (home / "moelora" / MODULE).symlink_to(path)
+    places = os.pathsep.join([str(home), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return dict(v.split("=", 1) for v in variables) | {"PYTHONPATH": places}
+
+
 class Build:
     """The parent's handle of a build's process, which constructs `worker`, "module:Class" in this
     repository, from `arguments`. `folder` is temporary."""
 
-    def __init__(self, text, folder, worker, *arguments, **environment):
-        self.name, _, rest = text.partition("=")
-        path, *variables = rest.split(",")
-        path = pathlib.Path(path).resolve()
-        checkout = (path / "moelora" / MODULE).is_file()
-        if not rest or not (checkout or path.is_file()):
-            raise SystemExit(
-                f"{text!r} is not NAME=MODULE[,VARIABLE=VALUE...] of a file, nor NAME=DIR of a "
-                f"checkout with a moelora/{MODULE}"
-            )
-        home = pathlib.Path(folder) / self.name
-        home.mkdir()
-        if checkout:
-            (home / "moelora").symlink_to(path / "moelora")
-        else:
-            self._link(home / "moelora", path)
+    def __init__(self, text, folder, worker, *arguments):
+        self.name = text.partition("=")[0]
         module, name = worker.split(":")
         code = f"from benchmarks.compare.processes import serve; from {module} import {name}; "
         code += f"serve({name}{arguments!r})"
-        places = os.pathsep.join([str(home), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment |= dict(v.split("=", 1) for v in variables)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env=os.environ | environment | {"PYTHONPATH": places},
+            env=os.environ | prepare(text, folder),
         )
-
-    @staticmethod
-    def _link(package, module):
-        package.mkdir()
-        for path in (ROOT / "moelora").iterdir():
-            if not path.name.startswith("_C."):
-                (package / path.name).symlink_to(path)
-        (package / MODULE).symlink_to(module)
 
     def send(self, do, **more):
         """Asks without waiting, so that several builds can work at once; then `receive`."""

@@ -99,7 +99,6 @@ def layers(device):
     from test_prepack import packing as packed
 
     import moelora
-    from benchmarks import grid
     from moelora import _C
 
     def check(name, spec, form):
@@ -112,31 +111,90 @@ def layers(device):
             hold_gemm(p, device, which, True)
         _C.force_variant(None)
 
-    for dtype in grid.DTYPES[device].values():
-        for name in grid.rows(device, dtype, *grid.BASE):
+    for dtype in dtypes(device):
+        for name in variants(device, dtype, "gemm", "decode"):
             if "_w8a8_" not in name:  # operators/test_variants.py has its reference
                 for spec, form in zip(specs(dtype), cycle(forms_of(name)), strict=False):
                     yield f"{name}, {form}: {spec}", partial(check, name, spec, form)
 
 
-def quantized_layers(device, role, formats, spec):
-    """Calls for the rows of a role and a format, by both words of a row's name."""
-    from benchmarks.grid import quantized
+def dtypes(device):
+    import torch
+    from conftest import CUDA_DTYPES
 
-    calls = {}
-    for name in formats:
-        run = dict(quantized.calls(device, name, spec))["layer"]
-        calls.setdefault(f"{role}_{quantized.kernels_of(name)}", []).append(run)
-    return calls
+    return CUDA_DTYPES if device == "cuda" else (*CUDA_DTYPES, torch.float32)
+
+
+def variants(device, dtype, *roles):
+    """Names of the variants of these roles that can be forced on a device."""
+    from moelora import _C
+    from moelora.operators.checks import dtype_name
+
+    word = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype_name(dtype)]
+    here = [name for name in _C.usable() if ("_sm" in name) == (device == "cuda")]
+    words = [name.split("_") for name in here]
+    return ["_".join(w) for w in words if w[0] in roles and w[1] in ("i32", word)]
+
+
+def calls_of_roles(p, few):
+    """Calls that run the kernels of a role; `p` has more than 64 routed rows, or no segments are
+    listed, `few` fewer for what takes no more."""
+    import torch
+    from delta_cases import Lists, delta_kwargs, delta_operator
+
+    import moelora
+
+    made = {"dtype": p.spec.dtype, "device": p.topk_ids.device}
+    lists = Lists(p, "w13", naive=False)
+
+    def layer(q):
+        return lambda: moelora.fused_experts_lora(**q.kwargs())
+
+    def shrink():
+        h = torch.zeros(len(lists.a), *p.topk_ids.shape, lists.a[0].size(2), **made)
+        lists.shrink(h, lists.a)
+        return h
+
+    def expand():
+        out = torch.ones(*p.topk_ids.shape, sum(b.size(2) for b in lists.b), **made)
+        h = torch.ones(len(lists.a), *p.topk_ids.shape, lists.a[0].size(2), **made)
+        lists.expand(out, h, lists.b)
+        return out
+
+    def gate_up_b():
+        h = torch.ones(*p.topk_ids.shape, p.w13_lora_b.size(3), **made)
+        who = (p.topk_ids, p.w13_lora_b, p.token_lora_mapping, p.lora_ranks)
+        return moelora.moe_lora_gate_up_b(h, *who, num_experts=p.w13.size(0))
+
+    def delta():
+        return delta_operator("w13")(**delta_kwargs(few, "w13"))
+
+    def mlp():
+        factors = (p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b)
+        who = (p.token_lora_mapping, p.lora_ranks, p.lora_scalings)
+        return moelora.moe_lora_fused(
+            *(p.hidden_states, p.topk_ids, p.topk_weights, *factors, *who),
+            torch.ones_like(p.hidden_states),
+            num_experts=p.w13.size(0),
+        )
+
+    both = [layer(p), layer(few)]
+    return {"sort": both, "shrink": [both[0], shrink], "expand": [expand, gate_up_b],
+            "delta": [delta], "mlp": [mlp], "sum": both[:1]}  # fmt: skip
 
 
 def rows(device):
     """Every other row of the table, beside what the table's own choice makes of the same call."""
     import torch
     from cases import Spec
+    from quantized_cases import NATIVE, forms_of, made
 
-    from benchmarks import grid
+    import moelora
     from moelora import _C
+
+    def quantized(spec, form):
+        arguments = made(spec, form, spec.dtype).to(device).kwargs()
+        return lambda: moelora.fused_experts_lora(**arguments)
 
     def check(name, calls, dtype):
         tolerance, served = (4e-2 if dtype == torch.bfloat16 else 5e-3), False
@@ -150,29 +208,20 @@ def rows(device):
             _C.force_variant(None)
         assert served, f"no call runs {name}"
 
-    for dtype in grid.DTYPES[device].values():
-        # More than 64 routed rows, or no segments are listed; fewer for what takes no more.
+    for dtype in dtypes(device):
         spec = Spec(dtype=dtype, tokens=40, hidden=160, inter=96, ranks=(16, 16), slices=1)
         p, few = (replace(spec, tokens=tokens).build().to(device) for tokens in (40, 21))
-        layer, few_rows = (grid.layers.layer(q)["layer"] for q in (p, few))
-        vllm, sglang = grid.adapters.vllm(p, "w13", 16), grid.adapters.sglang(p)
-        four_bits, fp8 = grid.quantized.FORMATS, grid.quantized.FP8
-        runs = {
-            **quantized_layers(device, "gemm", (*four_bits, *fp8), spec),
-            **quantized_layers(device, "decode", four_bits, replace(spec, tokens=1)),
-            "sort": [layer, few_rows],
-            "shrink": [layer, vllm["shrink"]],
-            "expand": [vllm["expand"], sglang["gate_up_b"]],
-            "delta": [grid.layers.delta(few)["delta w13"]],
-            "mlp": [sglang["at once"]],
-            "sum": [layer],
-        }
-        formats = grid.quantized.KERNELS
-        names = [n for n in grid.rows(device, dtype, *grid.BASE) if formats & set(n.split("_"))]
-        names += grid.rows(device, dtype, *grid.AROUND, *grid.DELTA)
-        for name in dict.fromkeys(names):
-            kind = "_".join([name.split("_")[0], *(formats & set(name.split("_")))])
-            yield f"{name}: {spec}", partial(check, name, runs[kind], dtype)
+        roles = calls_of_roles(p, few)
+        for name in variants(device, dtype, "gemm", "decode", *roles):
+            role = name.split("_")[0]
+            if role in roles:
+                calls = roles[role]
+            elif NATIVE in forms_of(name):  # layers() has it
+                continue
+            else:
+                one = replace(spec, tokens=1) if role == "decode" else spec
+                calls = [quantized(one, form) for form in forms_of(name)]
+            yield f"{name}: {spec}", partial(check, name, calls, dtype)
 
 
 def long_segments(device):

@@ -16,9 +16,6 @@ from plan_cases import (
     refusal,
 )
 
-from benchmarks.grid.layers import LAYOUTS
-from benchmarks.grid.layers import TOKENS as TOKENS_OF_DIGESTS
-
 AVX2, AVX512, AVX512_BF16 = 1, 2, 4
 AMX = AVX2 | AVX512 | AVX512_BF16 | 8
 
@@ -121,19 +118,6 @@ def test_what_no_kernel_serves():
     refusal = "no float32 kernel for CUDA compute capability 9.0"
     assert plan(("cuda", 90), "float32") == refusal
     assert plan(("cuda", 75)) == "no bfloat16 kernel for CUDA compute capability 7.5"
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_grid_of_digests_meets_every_block_of_a_gpu(capability):
-    """By the table's own choice, beside the variants that it forces."""
-    met = set()
-    for spec in LAYOUTS.values():
-        shape = {name: getattr(spec, name) for name in ("experts", "top_k", "hidden", "inter")}
-        for tokens in TOKENS_OF_DIGESTS["cuda"]:
-            if tokens <= spec.tokens:
-                met.add(plan(("cuda", capability), tokens=tokens, remote=spec.remote, **shape)[0])
-    blocks = {row.block_m for row in NATIVE_ROWS if row.family == f"SM{capability}"}
-    assert {ROWS[name].block_m for name in met} >= blocks
 
 
 def test_rows_that_tma_cannot_read_stay_with_mma_sync():
