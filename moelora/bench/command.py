@@ -57,7 +57,6 @@ DEFAULTS = {
 }
 # What --quick takes instead, where nothing else is given: the baselines that start at once.
 QUICK_SECONDS = 60.0
-QUICK_REPEATS = 2  # of a case whose differences are within noise
 QUICK = {
     "cuda": {
         "models": "qwen3",
@@ -278,57 +277,30 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     rows: list[Case] = []
     absent: dict[str, str] = {}
     done, late = 0, False
-    with CaseProgress(console, total) as progress:
-        for (key, model), dtype, adapters in settings:
-            what = f"{shapes.name_of(key, model.experts)} {model.format or dtype}" + (
-                f" L={adapters}" if len(args.adapters) > 1 else ""
-            )
-            progress.begin(f"{what} M={args.tokens[0]}")
-            bench = layer = found = None  # free memory before the next one is drawn
-            same_a = "transformers" in args.baselines
-            layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
-            situation = Situation(key, args.tp, args.mix, args.routing)
-            if not rows and args.baselines:
-                for line in first_look(layer, situation, timer, args):
-                    progress.say(line)
-            found, missing = baselines.baselines_of(layer, args.baselines, options)
-            absent |= missing
-            bench = Bench(layer, found, situation, timer, args.budget_ms)
-            for tokens in args.tokens:
-                if tokens != args.tokens[0]:
-                    progress.begin(f"{what} M={tokens}")
-                measured = bench.measure(tokens, generator)
-                for _ in range(QUICK_REPEATS if getattr(args, "quick", False) else 0):
-                    unclear = [result(row) for row in measured if not is_clear(row)]
-                    if not unclear or time.monotonic() - started > args.deadline_s:
-                        break
-                    for line in unclear:
-                        progress.say(f"within noise, measured again: {line}")
-                    measured = bench.measure(tokens, generator)
-                rows += measured
-                done += 1
-                progress.end(*map(result, measured))
-                seconds = time.monotonic() - started
-                if args.out:
-                    results.write(args.out, rows, **about, absent=absent, seconds=round(seconds))
-                late = seconds > args.deadline_s and done < total
-                if late:
-                    break
+    progress = CaseProgress(console, total)
+    for (key, model), dtype, adapters in settings:
+        bench = layer = found = None  # free memory before the next one is drawn
+        same_a = "transformers" in args.baselines
+        layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
+        situation = Situation(key, args.tp, args.mix, args.routing)
+        found, missing = baselines.baselines_of(layer, args.baselines, options)
+        absent |= missing
+        bench = Bench(layer, found, situation, timer, args.budget_ms)
+        for tokens in args.tokens:
+            measured = bench.measure(tokens, generator)
+            rows += measured
+            done += 1
+            progress.end(*map(result, measured))
+            seconds = time.monotonic() - started
+            if args.out:
+                results.write(args.out, rows, **about, absent=absent, seconds=round(seconds))
+            late = seconds > args.deadline_s and done < total
             if late:
                 break
+        if late:
+            break
     remarks = [f"not measured: {name}: {why}" for name, why in absent.items()]
     return rows, remarks + ([f"deadline: {done} of {total} cases done"] if late else [])
-
-
-def first_look(
-    layer: Layer, situation: Situation, timer: GraphTimer | TurnTimer, args: argparse.Namespace
-) -> list[str]:
-    """Only moelora on the first case: some baselines import and compile for a minute."""
-    ours, _ = baselines.baselines_of(layer, [], baselines.Options())
-    bench = Bench(layer, ours, situation, timer, args.budget_ms / 4)
-    generator = torch.Generator(layer.device).manual_seed(0)
-    measured = bench.measure(args.tokens[0], generator)
-    return [f"first look, baselines follow: {result(row)}" for row in measured]
 
 
 def model_of(row: Case) -> str:
@@ -346,12 +318,6 @@ def result(row: Case) -> str:
     if row["best_rival"]:
         times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
     return f"{what}: " + ", ".join(f"{name} {shown(us)} us" for name, us in times.items())
-
-
-def is_clear(row: Case) -> bool:
-    """Whether the cost of adapters and the speedup exceed what turns of the same call differ by."""
-    others = ["ours_base", *filter(None, [row["best_rival"]])]
-    return not any(compare.within_noise(row, other) for other in others)
 
 
 def headlines(rows: list[Case]) -> list[str]:

@@ -11,12 +11,8 @@ from moelora.bench.results import Case, shown
 
 # Fields that identify a case within a file; absent fields count as None.
 IDENTITY = (
-    *("model", "experts", "tp", "top_k", "hidden", "inter", "tokens", "rank", "adapters"),
-    *("mix", "routing", "dtype", "format", "block_size", "sequences", "threads"),
-    *("part", "projection", "slots"),
+    *("model", "experts", "tp", "tokens", "rank", "adapters", "mix", "routing", "dtype", "format"),
 )
-DEFAULT_FIELDS = {"tp": 1}
-SAME_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 ABOUT = "flag what became slower between two files"
@@ -34,21 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def identity(case: Case) -> tuple[Any, ...]:
-    found = {**DEFAULT_FIELDS, **case}
-    found["dtype"] = SAME_DTYPE.get(found.get("dtype", ""), found.get("dtype"))
-    found.setdefault("format", found["dtype"])  # absent in older files
-    return tuple(found.get(name) for name in IDENTITY)
+    return tuple(case.get(name) for name in IDENTITY)
 
 
 def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
-    """Pairs of the same case. Older files do not contain the number of experts of a case."""
-    both_say = all("experts" in case for case in before + after)
-
-    def key(case: Case) -> tuple[Any, ...]:
-        return identity(case if both_say else {**case, "experts": None})
-
-    known = {key(case): case for case in before}
-    return [(known[key(case)], case) for case in after if key(case) in known]
+    """Pairs of the same case."""
+    known = {identity(case): case for case in before}
+    return [(known[identity(case)], case) for case in after if identity(case) in known]
 
 
 def half_spread(case: Case, name: str) -> float:

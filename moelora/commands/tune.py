@@ -152,30 +152,29 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
     (adapters,) = args.adapters
     written = []
     total = len(args.models) * len(args.dtypes) * len(args.tokens)
-    with CaseProgress(console, total) as progress:
-        for key, model in args.models:
-            name = shapes.name_of(key, model.experts)
-            for dtype in args.dtypes:
-                layer = tuner = None  # free memory before the next one is drawn
-                layer = Layer(model, dtype, args.ranks, adapters, generator)
-                tuner = Tuner(layer, timer, args.budget_ms)
-                plans: dict[str, str] = {}
-                details: dict[str, dict[str, float]] = {}
-                for tokens in args.tokens:
-                    what = f"{name} {dtype} M={tokens}"
-                    progress.begin(what)
-                    batches = draw_batches(layer, tokens, generator, args.mix, args.routing)
-                    plans[str(tokens)], measured = tuner.tune(batches)
-                    scores = {v: round(score(t), 2) for v, t in measured.items()}
-                    details[str(tokens)], plan = scores, plans[str(tokens)]
-                    progress.end(
-                        f"{what}: {plan} {results.shown(scores[plan])} us, "
-                        f"built-in table {results.shown(scores[TABLE])} us, of {len(scores)} "
-                        "measured"
-                    )
-                content = describe(layer, args, plans, details)
-                written.append(tuned.write(args.dir, content))
-                show(name, content, console)
+    progress = CaseProgress(console, total)
+    for key, model in args.models:
+        name = shapes.name_of(key, model.experts)
+        for dtype in args.dtypes:
+            layer = tuner = None  # free memory before the next one is drawn
+            layer = Layer(model, dtype, args.ranks, adapters, generator)
+            tuner = Tuner(layer, timer, args.budget_ms)
+            plans: dict[str, str] = {}
+            details: dict[str, dict[str, float]] = {}
+            for tokens in args.tokens:
+                what = f"{name} {dtype} M={tokens}"
+                batches = draw_batches(layer, tokens, generator, args.mix, args.routing)
+                plans[str(tokens)], measured = tuner.tune(batches)
+                scores = {v: round(score(t), 2) for v, t in measured.items()}
+                details[str(tokens)], plan = scores, plans[str(tokens)]
+                progress.end(
+                    f"{what}: {plan} {results.shown(scores[plan])} us, "
+                    f"built-in table {results.shown(scores[TABLE])} us, of {len(scores)} "
+                    "measured"
+                )
+            content = describe(layer, args, plans, details)
+            written.append(tuned.write(args.dir, content))
+            show(name, content, console)
     return written
 
 

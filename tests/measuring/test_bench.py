@@ -1,11 +1,9 @@
 """`moelora bench` checks its baselines, writes what it promises, compares fairly, and draws."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
-from copy import copy
 
 import pytest
 import torch
@@ -13,14 +11,13 @@ from checkout import needs_checkout
 from conftest import needs_gpu
 
 from moelora.__main__ import main
-from moelora.bench import baselines, cases, command, machine, results, shapes, timing
+from moelora.bench import baselines, cases, command, machine, results, shapes
 from moelora.bench.baselines import Options, Skipped, baselines_of
 from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours, Separate
 from moelora.bench.formats import FORMATS
 from moelora.bench.harness import bound_us, reference_rows, relative_error
 from moelora.bench.layer import Layer
-from moelora.bench.timing import Run
 
 # Sizes that no vector length divides, and sizes that every format takes.
 TOY = shapes.Model("toy", experts=4, top_k=2, hidden=72, intermediate=40)
@@ -76,8 +73,7 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
     line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
-    said = rf"\[0/4, \d+ s\] measuring .*\n.*first look, baselines follow: {line}(?s:.*?)"
-    said += rf"\[1/4, \d+ s\] {line}(?s:.*)3 adapters of rank 4: (?s:.*) per layer"
+    said = rf"\[1/4, \d+ s\] {line}(?s:.*)3 adapters of rank 4: (?s:.*) per layer"
     assert re.search(said, capsys.readouterr().out), "each result is said when it is there"
 
 
@@ -108,17 +104,6 @@ def test_several_numbers_of_adapters(bench):
     assert moved[1, 16, 8] < moved[3, 16, 8], "more pairs are touched"
 
 
-def test_a_limit_holds_for_one_command(monkeypatch):
-    limits = []
-    monkeypatch.setattr("moelora._C.limit_capability", limits.append)
-    monkeypatch.setattr(command, "measure", lambda *_: ([limits.append("now")], []))
-    monkeypatch.setattr(command, "show", lambda rows, remarks, console: None)
-    monkeypatch.setenv("MOELORA_MAX_CC", "86")
-    assert main(["bench", "--device", "cpu"]) == 0
-    assert main(["bench", "--device", "cpu", "--max-cc", "80"]) == 0
-    assert limits == [86, "now", 86, 80, "now", 86], "the environment's limit comes back"
-
-
 def test_a_deadline_ends_the_run_between_cases(bench, capsys):
     status, rows = bench("--deadline-s", "0", "--baselines", "dense", tokens="1,2,3")
     assert status == 0
@@ -142,34 +127,6 @@ def test_quick_measures_one_layer_of_few_tokens():
     args = settled("--shape", SHAPE, "--tokens", "7", "--deadline-s", "5", "--baselines", "none")
     assert ([key for key, _ in args.models], args.tokens) == (["4x2x72x40"], [7])
     assert (args.deadline_s, args.baselines) == (5, [])
-
-
-@pytest.mark.parametrize(
-    ("base_us", "headline", "cost", "runs"),
-    [
-        (90.0, "the cost of adapters is within noise at 1 tokens", "within noise", 3),
-        (50.0, "0.50 of the speed without adapters", "+100 %", 1),
-    ],
-)
-def test_quick_draws_no_conclusion_within_noise(
-    bench, monkeypatch, capsys, base_us, headline, cost, runs
-):
-    """It measures again what differs by less than its turns do."""
-    times, counted = {"ours": (100.0, 80.0, 120.0), "loop": (300.0, 290.0, 310.0)}, []
-
-    def compare(timer, runs, *_):
-        counted.append(len(runs))
-        found = times | {"base": (base_us, 0.8 * base_us, 1.2 * base_us)}
-        return {
-            (who, rank): timing.Times(*found[who if rank else "base"], 9) for who, rank in runs
-        }, machine.Peaks(1e10, None)
-
-    monkeypatch.setattr(timing.TurnTimer, "compare", compare)
-    bench("--quick", "--baselines", "loop", "--ranks", "4", tokens="1")
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"of rank 4: {headline} " in out and cost.split()[0] in out.partition("per layer")[2]
-    assert len(counted) - 1 == runs  # after a first look
-    assert out.count("within noise, measured again: ") == runs - 1
 
 
 def test_what_adapters_leave_of_the_speed_comes_first():
@@ -284,31 +241,6 @@ def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
     assert rows[0]["skipped"] == {"loop": "TypeError: no such kernel"}
 
 
-class Halves(Ours):
-    """SiLU of the first half of rows that are interleaved, as vLLM's kernels are driven."""
-
-    def __init__(self, layer, options):
-        self.layer = copy(layer)
-        self.layer.model = dataclasses.replace(layer.model, activation="silu")
-        self.layer.w13, self.layer.w2 = layer.w13.unpack(), layer.w2.unpack()
-
-    def runs(self, batches):
-        return {("halves", 4): Run(lambda i: self.run(batches[i], 4), of=self.layer)}
-
-
-@pytest.mark.parametrize("error", [0.0, 0.1])
-def test_a_baseline_of_another_function_is_compared_with_that(bench, monkeypatch, error):
-    right = Halves.run
-    monkeypatch.setattr(Halves, "run", lambda *args: (1 + error) * right(*args))
-    monkeypatch.setitem(baselines.BASELINES, "unpacked", "ours:Halves")
-    monkeypatch.setattr("moelora.bench.baselines.ours.Halves", Halves, raising=False)
-    words = "--format", "mxfp4", "--baselines", "unpacked"
-    wrong = pytest.raises(RuntimeError, match="halves is off by 0.1")
-    with wrong if error else contextlib.nullcontext():
-        status, rows = bench(*words, shape=f"{SHAPE_OF_BLOCKS},swigluoai")
-        assert status == 0 and rows[0]["relative_error"]["halves"] < 0.01
-
-
 @pytest.mark.parametrize(
     ("model", "dtype", "name", "why"),
     [
@@ -327,21 +259,6 @@ def test_baselines_say_what_they_need(model, dtype, name, why):
         baselines._load("dense")(draw_layer(TOY), Options()).runs(
             [cases.draw_batch(TOY, 4, 2, torch.Generator())]
         )
-
-
-def test_a_model_may_have_biases():
-    model = dataclasses.replace(TOY, activation="swigluoai", bias=True)
-    biased = draw_layer(model, "fp32")
-    generator = torch.Generator().manual_seed(0)
-    batch = cases.draw_batch(model, 5, 3, generator, dtype=torch.float32)
-    reference = reference_rows(biased, batch, range(5))
-    for baseline in baselines_of(biased, ["loop"], Options())[0]:
-        assert relative_error(baseline.run(batch, 4), reference[4]) < 1e-5
-    biased.b2 = torch.zeros_like(biased.b2)
-    assert relative_error(Ours(biased, Options()).run(batch, 4), reference[4]) > 1e-3
-    experts = batch.topk_ids.unique().numel()
-    plain = cases.work(dataclasses.replace(model, bias=False), batch)[1]
-    assert cases.work(model, batch)[1] - plain == 4 * experts * (2 * 40 + 72)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped GEMM")
@@ -452,7 +369,6 @@ def case(us, spread=0.0, **more):
         (case(100.0), case(100.0, ours_base_us=60.0), 1),
         (case(100.0), case(200.0, rank=64), 1),  # nothing in common
         (case(100.0), case(100.0, format="int4"), 1),
-        (case(100.0, dtype="bfloat16"), case(100.0, experts=128, tp=1), 0),  # an older file
     ],
 )
 def test_regressions_beyond_noise(tmp_path, before, after, status):
@@ -521,56 +437,6 @@ def test_files_that_are_none(words, message, capsys):
 
 
 # ---- on a GPU ----
-
-
-class Event:
-    """torch.cuda.Event on a clock that only baselines move."""
-
-    now = 0.0
-
-    def __init__(self, enable_timing):
-        self.at = None
-
-    def record(self):
-        self.at = Event.now
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later):
-        return later.at - self.at
-
-
-def test_turns_of_a_gpu(monkeypatch):
-    """What the timer makes of graphs, without a GPU: microseconds of one call of many."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    timer = timing.GraphTimer.__new__(timing.GraphTimer)
-    timer.stream, timer.peaks = None, machine.Peaks(1e9, 1e12)
-    seen = []
-
-    def takes(ms):
-        def call(i):
-            seen.append(i)
-            Event.now += ms
-
-        return call
-
-    def capture(calls):
-        calls[0]()
-        if len(seen) == 1:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return argparse.Namespace(replay=lambda: [call() for call in calls], reset=lambda: None)
-
-    timer.capture = capture
-    synchronizes, ordinary = timing.Run(takes(0.003)), timing.Run(takes(0.002))
-    runs = {("loop", 8): synchronizes, ("ours", 8): ordinary}
-    times, peaks = timer.compare(runs, batches=[0, 1, 2], bytes_per_call=96e6, budget_ms=0)
-    assert (times["ours", 8].median, times["loop", 8].median) == (2.0, 3.0)
-    assert times["ours", 8].turns == 4, "five rounds, of which the first warms up"
-    assert synchronizes.eager and not ordinary.eager
-    assert {0, 1, 2} <= set(seen), "batches rotate"
-    assert peaks.bound(flops=1e9, moved=1e6) == 1e-3
 
 
 @pytest.mark.gpu
