@@ -3,9 +3,8 @@
     python -m benchmarks.vllm_parallel --gpus 4 --at-once 4 --out ...-answers-parallel-4.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
-adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
-of its own (data parallel), by vLLM's own exchange over NCCL. Answers of every engine are compared
-with those of moelora on one GPU, and with transformers in float32 with merged adapters.
+adapters sharded or not) or have whole ones each (expert parallel). Answers of every engine are
+compared with those of moelora on one GPU, and with transformers in float32 with merged adapters.
 """
 
 import argparse
@@ -15,12 +14,10 @@ from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_eng
 from benchmarks.vllm_e2e import Bench, Run, arguments, parse
 
 SINGLE = "moelora single"
-TENSOR, DATA = "--tensor-parallel", "--data-parallel"
 WAYS = {
-    "tensor": (TENSOR,),
-    "expert": (TENSOR, "--expert-parallel"),
-    "fully sharded": (TENSOR, "--fully-sharded"),
-    "data and expert": (DATA, "--expert-parallel"),
+    "tensor": (),
+    "expert": ("--expert-parallel",),
+    "fully sharded": ("--fully-sharded",),
 }
 
 
@@ -35,8 +32,7 @@ class Parallel(Bench):
         if model := self.model("tiny", dense=True):
             runs = [single(model)]
             for way in self.args.ways:
-                by, *flags = WAYS[way]
-                words = ("--lora", "--check", by, self.args.gpus, *flags)
+                words = ("--lora", "--check", "--tensor-parallel", self.args.gpus, *WAYS[way])
                 for engine in ("moelora", "vllm"):
                     runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
             self.together(runs)

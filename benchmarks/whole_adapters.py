@@ -4,9 +4,8 @@
     python -m benchmarks.whole_adapters --preset micro --layers 2 --device cpu --modes eager
 
 A Qwen3-MoE of random weights, and four adapters of attention, the router and all experts. One step
-is one token for every row, over a static cache: `graph` replays a CUDA graph of it, `compiled` is
-torch.compile with mode="reduce-overhead", as `generate` compiles steps by itself, and `eager` a
-plain call. Each is timed over `--steps` steps, in turn with the others, `--runs` times.
+is one token for every row, over a static cache: `graph` replays a CUDA graph of it, `eager` is a
+plain call. Each is timed over `--steps` steps, in turn with the other, `--runs` times.
 
     base      moelora.integrations.transformers.enable(model)
     loaded    after load_adapters, only rows of the base model
@@ -15,14 +14,13 @@ plain call. Each is timed over `--steps` steps, in turn with the others, `--runs
     peft      PEFT's own, one adapter for all rows, experts as transformers runs them
 
 `ratio` is over the first `base` in the same mode; the last one tells how far the clock has drifted.
-Prefill is of `--prompt` tokens a row, eager.
 """
 
 import argparse
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import transformers
@@ -106,59 +104,36 @@ class Steps:
             if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
                 layer.cumulative_length.fill_(self.prompt)
 
-    def step(self, model=None):
-        return (model or self.model)(
+    def step(self):
+        return self.model(
             self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
         ).logits
 
 
-@dataclass
-class Turn:
-    """What is timed: `calls` calls of `call`, after `before` has reset its state."""
-
-    call: object
-    calls: int
-    before: object = None
-
-
-def turns_of(model, steps, modes):
-    """By mode; for a mode that cannot be, why."""
+def timed(steps, modes, runs, device):
+    """Microseconds of a step: mode -> a number for each run; the first run warms up. For a mode
+    that cannot be, why."""
     steps.prefill()
-    turns = {}
+    calls, found = {}, {mode: [] for mode in modes}
     if "graph" in modes:
         steps.rewind()
         try:
-            turns["graph"] = Turn(capture(steps.step).replay, steps.steps, steps.rewind)
+            calls["graph"] = capture(steps.step).replay
         except RuntimeError as error:  # it synchronizes with the host
             torch.cuda.synchronize()
-            turns["graph"] = str(error)
-    if "compiled" in modes:
-        torch.compiler.reset()
-        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-        steps.rewind()
-        for _ in range(3):
-            steps.step(compiled)
-        turns["compiled"] = Turn(lambda: steps.step(compiled), steps.steps, steps.rewind)
+            found["graph"] = str(error).splitlines()[0]
     if "eager" in modes:
-        turns["eager"] = Turn(steps.step, steps.steps, steps.rewind)
-    turns["prefill"] = Turn(steps.prefill, 1)
-    return turns
-
-
-def timed(turns, runs, device):
-    """Microseconds of one call: mode -> a number for each run; the first run warms up."""
-    found = {mode: [] for mode in turns}
+        calls["eager"] = steps.step
     for run in range(runs + 1):
-        for mode, turn in turns.items():
-            if turn.before:
-                turn.before()
+        for mode, call in calls.items():
+            steps.rewind()
             wait(device)
             start = time.perf_counter()
-            for _ in range(turn.calls):
-                turn.call()
+            for _ in range(steps.steps):
+                call()
             wait(device)
             if run:
-                found[mode].append((time.perf_counter() - start) / turn.calls * 1e6)
+                found[mode].append((time.perf_counter() - start) / steps.steps * 1e6)
     return found
 
 
@@ -202,12 +177,11 @@ def measure(args):
                 names = [ADAPTERS[i % len(ADAPTERS)] for i in range(args.rows)]
                 stack.enter_context(mt.use_adapters(model, names))
             steps = Steps(model, args.rows, args.prompt, args.steps)
-            turns = turns_of(model, steps, args.modes)
-            for mode in [mode for mode, turn in turns.items() if isinstance(turn, str)]:
-                why = turns.pop(mode).splitlines()[0]
-                cases.append({"what": what, "mode": mode, "rows": args.rows, "skipped": why})
-            found = timed(turns, args.runs, args.device)
+            found = timed(steps, args.modes, args.runs, args.device)
         for mode, samples in found.items():
+            if isinstance(samples, str):
+                cases.append({"what": what, "mode": mode, "rows": args.rows, "skipped": samples})
+                continue
             median = statistics.median(samples)
             base.setdefault(mode, median)
             case = {"what": what, "mode": mode, "rows": args.rows, "us": round(median, 1)}
@@ -215,7 +189,7 @@ def measure(args):
             case |= {"runs": len(samples), "ratio": round(median / base[mode], 3)}
             cases.append(case)
             print(f"{what:10} {mode:8} {median:10.1f} us  {case['ratio']:.3f} of base", flush=True)
-        del steps, turns
+        del steps
         if args.device == "cuda":
             torch.cuda.empty_cache()
     return cases
@@ -230,13 +204,13 @@ def main(argv=None):
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each row")
     parser.add_argument("--steps", type=int, default=20, help="steps of one sample")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--modes", default="graph,eager", help="of graph, compiled, eager")
+    parser.add_argument("--modes", default="graph,eager", help="of graph, eager")
     parser.add_argument("--what", default=",".join(WHAT), help="base comes first")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
     args.modes, args.what = args.modes.split(","), args.what.split(",")
-    unknown = {*args.modes} - {"graph", "compiled", "eager"} or {*args.what} - {*WHAT}
+    unknown = {*args.modes} - {"graph", "eager"} or {*args.what} - {*WHAT}
     if unknown or args.what[0] != "base":
         parser.error(f"--modes or --what has {sorted(unknown)}, or does not begin with base")
     with torch.inference_mode():

@@ -17,7 +17,6 @@ import time
 
 from benchmarks.engines.answers import CHECK, check
 from benchmarks.engines.vllm_bits import Rows
-from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
 
 for name, value in {
@@ -43,7 +42,6 @@ def parse(argv=None):
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--tensor-parallel", type=int, default=1)
-    p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
     p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
@@ -51,7 +49,7 @@ def parse(argv=None):
 
 
 class Engine:
-    """Of a folder with a manifest; its requests are shared among the ranks of data parallelism."""
+    """Of a folder with a manifest."""
 
     def __init__(self, args):
         from vllm import LLM
@@ -99,7 +97,7 @@ class Engine:
             disable_custom_all_reduce=True,
             **options,
         )
-        self.shape, self.ranks, self.ranks_of_data = manifest["shape"], ranks, Ranks()
+        self.shape, self.ranks = manifest["shape"], ranks
         self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
         self.names = [f.name for f in folders]
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
@@ -110,10 +108,6 @@ class Engine:
     def run(self, prompts, adapters, **sampling):
         from vllm import SamplingParams
 
-        adapters = self.ranks_of_data.share(adapters)
-        prompts = self.ranks_of_data.share(prompts)
-        if not prompts:  # the engine steps with the others
-            return []
         params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
         given = [{"prompt_token_ids": ids} for ids in prompts]
         adapters = adapters if any(adapters) else None
@@ -124,8 +118,7 @@ class Engine:
 
     def replies(self, prompts, adapters, new):
         options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-        found = [reply(output) for output in self.run(prompts, adapters, **options)]
-        return self.ranks_of_data.gather(found)
+        return [reply(output) for output in self.run(prompts, adapters, **options)]
 
 
 def moe_layers(worker):
@@ -166,14 +159,11 @@ def bits(engine):
 
 def main():
     args = parse()
-    if args.data_parallel > 1 and RANK not in os.environ:
-        return start(__spec__.name, sys.argv[1:], args.data_parallel)
     result = {}
 
     def save(**more):
         result.update(more)
-        if engine.ranks_of_data.rank == 0:
-            args.out.write_text(json.dumps(result))
+        args.out.write_text(json.dumps(result))
 
     began = time.time()
     engine = Engine(args)
@@ -182,7 +172,6 @@ def main():
         start_s=round(time.time() - began, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
     )
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
-    engine.ranks_of_data.wait()
     if args.check:
         save(check=check(engine))
     if args.bits:
@@ -190,7 +179,6 @@ def main():
     if args.rows:
         save(rows=rows(engine, args.rows))
     save(done=True)
-    engine.ranks_of_data.wait()  # none leaves while another one steps
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 

@@ -1,11 +1,7 @@
-"""The example and the benchmark of whole adapters do what they say."""
-
-import json
+"""The example of whole adapters does what it says."""
 
 import pytest
 import torch
-
-from benchmarks import whole_adapters as benchmark
 
 pytest.importorskip("peft")
 import whole_adapters as example
@@ -23,22 +19,3 @@ def test_the_example(monkeypatch, tmp_path):
     for text, line in zip(texts, lines.values(), strict=True):
         assert text.startswith(example.PROMPT + line[:4]), text
     assert base.startswith(example.PROMPT + "__init__")
-
-
-def test_the_benchmark(tmp_path, capsys):
-    path = tmp_path / "results.json"
-    words = ["--preset", "micro", "--layers", "1", "--device", "cpu", "--modes", "eager"]
-    sizes = ["--rows", "4", "--prompt", "4", "--steps", "1", "--runs", "1"]
-    what = ["--what", "base,mixed,peft,base"]
-    assert benchmark.main([*words, *sizes, *what, "--out", str(path)]) == 0
-    content = json.loads(path.read_text())
-    assert [case["what"] for case in content["cases"]] == [
-        *("base", "base", "mixed", "mixed", "peft", "peft", "base", "base")
-    ]
-    for case in content["cases"]:
-        assert case["mode"] in ("eager", "prefill")
-        assert case["us"] > 0 and case["ratio"] > 0
-    assert content["meta"]["rank"] == 16
-    with pytest.raises(SystemExit):
-        benchmark.main(["--what", "mixed"])
-    assert "does not begin with base" in capsys.readouterr().err

@@ -42,6 +42,7 @@ def bench(monkeypatch, tmp_path):
         path.unlink(missing_ok=True)
         words = ["bench", "--device", device, "--shape", shape, "--tokens", tokens]
         words += ["--ranks", "4,8", "--adapters", "3", "--budget-ms", "0", "--mm-size", "64"]
+        words += ["--patience-s", "60"]  # also on a machine with other work
         status = main([*words, "--out", str(path), *more])
         return status, json.loads(path.read_text())["cases"] if path.exists() else []
 
