@@ -10,9 +10,8 @@ operator runs it; each row has to have the bits that its token has when all toke
 one batch. Rows of the file, of which `differing` elements do not:
 
     path     own: the kernels of this device; cc80: those of every GPU since Ampere
-    forced   a kernel variant that plans were told to use where they can; "": none. Those without a
-             differing bit are one row, which says how many they are
-    against  another path instead of the same one, which no promise is about
+    forced   a kernel variant that plans were told to use where they can; "": none. Only the meta
+             counts those without a differing bit
 
 The exit status is 1 if a bit differs, or nothing was compared.
 """
@@ -212,27 +211,20 @@ def bits(t: Tensor) -> Tensor:
 
 @dataclass
 class Count:
-    """Of one operator: elements of base rows and of rows with an adapter that differ."""
+    """Of one operator."""
 
     compositions: int = 0
     elements: int = 0
     differing: Tensor | int = 0
 
-    def add(self, y: Tensor, want: Tensor, adapted: Tensor) -> None:
-        other = (bits(y) != bits(want)).sum(dim=1)
+    def add(self, y: Tensor, want: Tensor) -> None:
         self.compositions += 1
         self.elements += y.numel()
-        kinds = torch.stack((~adapted, adapted))
-        self.differing = self.differing + (other * kinds).sum(dim=1)
+        self.differing = self.differing + (bits(y) != bits(want)).sum()
 
     def row(self) -> dict:
-        base, adapted = self.differing.tolist()
-        return {
-            "compositions": self.compositions,
-            "elements": self.elements,
-            "differing": base + adapted,
-            "differing_base": base,
-        }
+        both = {"compositions": self.compositions, "elements": self.elements}
+        return both | {"differing": int(self.differing)}
 
 
 class Prover:
@@ -241,8 +233,7 @@ class Prover:
     def __init__(self, pool: Pool, device: str, seed: int = 0, until: float = math.inf):
         self.pool, self.device, self.rng = pool, device, random.Random(seed)
         self.until = until  # of time.monotonic(): no composition begins later
-        self.adapted = pool.problem.token_lora_mapping >= 0
-        self.size = self.adapted.numel()
+        self.size = len(pool.problem.token_lora_mapping)
 
     def reference(self) -> dict[str, Tensor]:
         everyone = torch.arange(self.size, device=self.device)
@@ -257,7 +248,7 @@ class Prover:
             index = torch.tensor(tokens, device=self.device)
             p = self.pool.compose(index)
             for name, run in self.pool.operators.items():
-                counts[name].add(run(p, index), want[name][index], self.adapted[index])
+                counts[name].add(run(p, index), want[name][index])
         return counts
 
 
@@ -302,37 +293,8 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
         portable = prover.reference()
         yield from rows(prover.count(portable, compositions // 4 + 1), path="cc80")
         yield from each_forced(portable, "cc80")
-        counts = {n: Count() for n in own}
-        for n, count in counts.items():
-            count.add(portable[n], own[n], prover.adapted)
-        yield from rows(counts, path="cc80", against="own")
     finally:
         _C.limit_capability(0)
-
-
-def promised(row: dict) -> bool:
-    return "against" not in row
-
-
-def summed(rows: list[dict]) -> list[dict]:
-    """Rows of forced variants in which nothing differs become one of each operator and path."""
-    made: dict[tuple, dict] = {}
-    for i, row in enumerate(rows):
-        if not row["forced"] or row["differing"]:
-            made[i,] = row
-            continue
-        what = {k: v for k, v in row.items() if k not in ("compositions", "elements")}
-        one = made.setdefault(
-            tuple(v for k, v in what.items() if k != "forced"),
-            what | {"forced": 0, "compositions": 0, "elements": 0},
-        )
-        one["forced"] += 1
-        for name in ("compositions", "elements"):
-            one[name] += row[name]
-    return [
-        row | {"forced": f"{row['forced']} variants"} if isinstance(row["forced"], int) else row
-        for row in made.values()
-    ]
 
 
 # ---- command ----
@@ -360,24 +322,18 @@ def main(argv=None) -> int:
         made = list(prove(Prover(make(), args.device, args.seed, until), name, each, args.again))
         rows += made
         compositions += max((row["compositions"] for row in made), default=0)
-        bad = sum(row["differing"] for row in made if promised(row))
-        paths = sum(row["differing"] for row in made if "against" in row)
-        print(f"{name}: {bad} differing, {paths} between paths", flush=True)
+        print(f"{name}: {sum(row['differing'] for row in made)} differing", flush=True)
         for row in made:
-            if promised(row) and row["differing"]:
+            if row["differing"]:
                 print(f"    {row}")
-    held, rows = [row for row in rows if promised(row)], summed(rows)
-    differing = sum(row["differing"] for row in held)
-    summary = {
-        "compositions": compositions,
-        "calls": sum(row["compositions"] for row in held),
-        "elements": sum(row["elements"] for row in held),
-        "differing": differing,
-    }
+    names = {"calls": "compositions", "elements": "elements", "differing": "differing"}
+    sums = {name: sum(row[field] for row in rows) for name, field in names.items()}
+    summary = {"compositions": compositions} | sums
+    rows = [row for row in rows if not row["forced"] or row["differing"]]
     print(summary)
     if args.out:
         results.write(args.out, rows, **summary, seconds=round(time.monotonic() - started))
-    return 0 if compositions and not differing else 1
+    return 0 if compositions and not sums["differing"] else 1
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ HTTP: SGLang with its own MoE LoRA, and with moelora, which it finds by its entr
 only for NVFP4 of ModelOpt (`--format modelopt`) and which is its only one for that. The model has
 four layers, for more of random weights make other numbers of a rounding; float32 transformers with
 merged adapters judge the answers. SGLang is the one that is installed, 0.5.23 or later. Needs one
-GPU and Python 3.11. `--at-once 2` starts both servers together. Speeds are measured by
-`benchmarks.serving`.
+GPU and Python 3.11. Speeds are measured by `benchmarks.serving`.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -22,8 +21,6 @@ import json
 import pathlib
 import random
 import sys
-import time
-import urllib.error
 import urllib.request
 
 from benchmarks.engines import jobs
@@ -36,10 +33,9 @@ COMMON = (
     *("--skip-tokenizer-init", "--disable-radix-cache", "--chunked-prefill-size", "8192"),
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),  # servers share the GPU
+    *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),
     "--disable-prefill-cuda-graph",
 )
-PORTS = 50  # from one server to the next, which opens some beside its own
 V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
     "sglang, v2": ((*V2, "lora_triton"), False),
@@ -66,12 +62,6 @@ class Client:
     def prompts(self, lengths):
         draw = self.random.randrange
         return [[draw(3, self.vocab) for _ in range(n)] for n in lengths]
-
-    def is_up(self):
-        try:
-            return urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200
-        except (urllib.error.URLError, OSError):
-            return False
 
     def ask(self, prompts, adapters, new, **options):
         asked = {
@@ -111,62 +101,39 @@ class Bench(jobs.Bench):
             self.hold(names, model)
 
     def servers(self, names, model):
-        """Start servers, `--at-once` of which load together, and ask one after the other."""
-        count = self.args.at_once
+        """Start one server after the other, and ask it."""
         manifest = json.loads((self.work / model / "manifest.json").read_text())
-        for some in (names[i : i + count] for i in range(0, len(names), count)):
-            started = [(n, self.start_server(n, manifest, i)) for i, n in enumerate(some)]
-            for name, pair in started:
-                if pair and self.is_up(name, *pair):
-                    self.stop_server(name, pair[0], self.ask(name, pair[1]))
+        folders = [f"{pathlib.Path(f).name}={f}" for f in manifest["adapters"]]
+        for name in names:
+            flags, ours = SERVERS[name]
+            command = ["-m", "sglang.launch_server", "--model-path", manifest["base"]]
+            command += ["--port", self.args.port, *self.common(), *flags]
+            command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths", *folders]
+            job = self.job(name, command, 300, **{SWITCH: "1" if ours else "0"})
+            if job is None:
+                continue
+            client, end = Client(manifest, self.args.port), "not up in time"
+            if jobs.is_up(f"{client.url}/health", job, self.args.start_s):
+                end = self.ask(name, client)
+            self.stages.append(job.stop(end))
+            log = job.log.read_text(errors="replace")
+            row = {"topic": "layers", "run": name, "served": SERVED in log and OWN_PATH not in log}
+            self.checks.append(row | {"ok": row["served"] == ours})
+            self.write()
 
     def ask(self, name, client):
         """How a server's queries have ended."""
         try:
-            self.runs[name]["check"] = check(client)
+            self.runs[name] = {"check": check(client)}
         except (OSError, KeyError, ValueError) as why:
             return f"{type(why).__name__}: {why}"
         return "ok"
-
-    def start_server(self, name, manifest, place):
-        """The job and the client of a server; None if there is no time for it."""
-        flags, ours = SERVERS[name]
-        folders = manifest["adapters"]
-        port = self.args.port + PORTS * place
-        command = ["-m", "sglang.launch_server", "--model-path", manifest["base"]]
-        command += ["--port", port, *self.common(), *flags]
-        command += ["--max-loras-per-batch", len(folders) + 1, "--lora-paths"]
-        command += [f"{pathlib.Path(f).name}={f}" for f in folders]
-        job = self.job(name, command, 300, **{SWITCH: "1" if ours else "0"})
-        return job and (job, Client(manifest, port))
 
     def common(self):
         """The options of every server."""
         most = max(self.args.sequences)
         sizes = ("--max-running-requests", most, "--cuda-graph-bs-decode", *self.args.sequences)
         return [*COMMON, *map(str, sizes)]
-
-    def is_up(self, name, job, client):
-        """Wait for a server; it is stopped if it takes too long, so that it disturbs no other."""
-        run = self.runs.setdefault(name, {})
-        while job.process.poll() is None and time.monotonic() - job.start < self.args.start_s:
-            if job.left() <= 0:
-                break
-            if client.is_up():
-                run["start_s"] = round(time.monotonic() - job.start, 1)
-                return True
-            time.sleep(0.5)
-        code = job.process.poll()
-        why = "not up in time" if code is None else f"exit status {code}"
-        self.stop_server(name, job, why)
-        return False
-
-    def stop_server(self, name, job, end):
-        self.stages.append(job.stop(end))
-        log = job.log.read_text(errors="replace")
-        served, ours = SERVED in log and OWN_PATH not in log, SERVERS[name][1]
-        self.checks.append({"topic": "layers", "run": name, "served": served, "ok": served == ours})
-        self.write()
 
     def checked(self):
         """The server that answers are compared with, and moelora's."""
@@ -184,13 +151,13 @@ class Bench(jobs.Bench):
         return super().write(
             sglang=jobs.version("sglang"),
             server_options=" ".join(self.common()),
-            start_s={name: run.get("start_s") for name, run in self.runs.items()},
         )
 
 
 def main(argv=None):
     p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240)
-    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
+    for option in ("--only", "--at-once"):  # of commands of files: answers, of one at a time
+        p.add_argument(option, help=argparse.SUPPRESS)
     p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
     p.add_argument("--port", type=int, default=30211)
     p.add_argument("--sequences", type=numbers, default=[64], help="that run at a time, at most")

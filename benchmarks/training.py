@@ -1,7 +1,6 @@
 """A training step of a layer on a GPU: what <card>-training.json is written by.
 
     python -m benchmarks.training --out benchmarks/results/h200-training.json --peers .peers/train
-    python -m benchmarks.training --shapes qwen3 --tokens 4096 --ranks 16 --profile
     python -m benchmarks.training --ranks 32,16x8,16+32+32+48x16 --tokens 4096,16384
 
 Forward and backward through autograd, frozen weights and adapters in bfloat16, random routing:
@@ -262,17 +261,6 @@ def measure_grouped_mm(step, kind, flush):
     return measure(other.run, flush)
 
 
-def profile(step):
-    """Microseconds of each kernel of a step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as record:
-        step.run()
-        torch.cuda.synchronize()
-    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        print(f"    {event.device_time_total:9.1f} us  {event.name[:110]}", flush=True)
-
-
 def run_peers(directory, args):
     """Rows of bench_train.py, by (shape, tokens, rank, tenants, format)."""
     out = Path(directory) / "moelora"
@@ -346,7 +334,6 @@ def main(argv=None):
     parser.add_argument("--bandwidth", type=float, help="bytes in a second; absent: the card's")
     parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
     parser.add_argument("--variant", help="force these kernel variants")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--deadline-s", type=float, help="begin no case later than that")
     parser.add_argument("--grouped-mm", action="store_true", help="and time it, of one tenant")
     parser.add_argument("--peers", help="a folder with bench_train.py")
@@ -373,8 +360,6 @@ def main(argv=None):
             if args.grouped_mm and adapters.tenants == 1:
                 row["grouped_mm_us"] = round(measure_grouped_mm(step, kind, flush), 1)
             print(json.dumps(row), flush=True)
-            if args.profile:
-                profile(step)
             _C.force_variant(None)
             rows.append(row)
             if args.out:

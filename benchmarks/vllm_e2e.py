@@ -1,6 +1,6 @@
 """vLLM end to end, with moelora and without: the same answers and bits.
 
-    python -m benchmarks.vllm_e2e --only answers --at-once 2 --out ...-e2e-answers.json
+    python -m benchmarks.vllm_e2e --only answers --out ...-e2e-answers.json
     python -m benchmarks.vllm_e2e --only invariance --out ...-e2e-invariance.json
     python -m benchmarks.vllm_e2e --only sampler --format fp8 --out ...-e2e-sampler-fp8.json
 
@@ -21,8 +21,7 @@ the folder that the engine serves: its MoE layers repeat the engine's rows, of w
 differ, and log-probabilities of prompts are compared: moelora's trainer and engine, and beside them
 the usual pair, a trainer in bfloat16 and vLLM's own engine, in FP8 with `--format fp8`.
 
-`--at-once 2` starts two engines together where their models fit beside each other. Speeds are
-measured by `benchmarks.serving`.
+Speeds are measured by `benchmarks.serving`.
 
 Every stage has a deadline, none starts after the budget, and the result file is written after each.
 """
@@ -31,16 +30,13 @@ import importlib.util
 import itertools
 import json
 import sys
-from dataclasses import dataclass, field
 
 from benchmarks.engines import jobs
 from benchmarks.engines.answers import SAME, compare_batches, compare_engines, judge, same_by
-from benchmarks.engines.engine_model import FAMILIES
 from benchmarks.engines.vllm_quantize import FORMATS
 from moelora.integrations.vllm import OWN_PATH, SWITCH
 
 CHECK_S = 120  # of an engine that is up
-GIB = 2  # of keys and values of an engine that shares its GPUs with others
 OURS = ("TritonExpertsWithLoRA", "QuantizedExpertsWithLoRA")
 
 
@@ -50,38 +46,24 @@ def answers(checks, same=SAME):
     return rows + compare_engines("moelora", "vllm", checks, same)
 
 
-# ---- running engines ----
-
-
-@dataclass(frozen=True)
-class Run:
-    """An engine to start."""
-
-    name: str
-    model: str
-    flags: tuple = ()
-    ours: bool = True
-    environment: dict = field(default_factory=dict)
-
-
 class Bench(jobs.Bench):
-    """Runs engines of vLLM and writes their results to a file."""
+    """Runs engines of vLLM, one after the other, and writes their results to a file."""
 
-    def engine(self, name, model, *flags, seconds=120, ours=True, **environment):
-        """Starts an engine; `read` takes its result."""
+    def engine(self, name, model, *flags, **environment):
+        """Runs an engine, with moelora if its name begins so, and takes whatever it had written,
+        even if it did not end well."""
+        ours = name.startswith("moelora")
         command = ["-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
+        command += ["--out", self.file(name), "--lora", "--check", *flags]
         environment |= {SWITCH: "1" if ours else "0"}
-        return self.job(name, [*command, "--out", self.file(name), *flags], seconds, **environment)
-
-    def read(self, name, job):
-        """Whatever the engine had written, even if it did not end well."""
+        job = self.job(name, command, self.args.start_s + CHECK_S, **environment)
         self.done(job)
         if self.file(name).exists():
             self.runs[name] = run = json.loads(self.file(name).read_text())
             layers = ", ".join(sorted(set(run["layers"])))
             served = layers in OURS and OWN_PATH not in job.log.read_text(errors="replace")
             row = {"topic": "layers", "run": name, "experts": layers, "served": served}
-            self.checks.append(row | {"ok": served == name.startswith("moelora")})
+            self.checks.append(row | {"ok": served == ours})
         self.write()
 
     def write(self):
@@ -93,35 +75,17 @@ class Bench(jobs.Bench):
     # -- stages --
 
     def answers(self):
-        family = [] if self.args.format == "mxfp4" else ["--family", self.args.family]
-        if model := self.model("tiny", *family, dense=True):
-            flags, names = ("--lora", "--check"), ("moelora", "vllm")
-            self.together([Run(name, model, flags, name == "moelora") for name in names])
-            if self.args.family == "qwen3_moe":  # whose names the reference reads
-                self.hold(names, model)
-
-    def together(self, runs):
-        """Runs engines, `--at-once` of which start together and share the GPUs."""
-        count = self.args.at_once
-        flags = () if count == 1 else ("--gib", GIB)
-        for some in (runs[i : i + count] for i in range(0, len(runs), count)):
-            words = [(run.name, run.model, *run.flags, *flags) for run in some]
-            started = [
-                self.engine(
-                    *w, seconds=self.args.start_s + CHECK_S, ours=run.ours, **run.environment
-                )
-                for w, run in zip(words, some, strict=True)
-            ]
-            for run, job in zip(some, started, strict=True):
-                self.read(run.name, job)
+        if model := self.model("tiny", dense=True):
+            names = ("moelora", "vllm")
+            for name in names:
+                self.engine(name, model)
+            self.hold(names, model)
 
     def invariance(self):
         model = self.model("tiny")
         for flag, name in itertools.product("01" if model else (), ("moelora", "vllm")):
             run = f"{name} invariant" if flag == "1" else name
-            flags = ("--lora", "--check", "--bits")
-            job = self.engine(run, model, *flags, ours=name == "moelora", VLLM_BATCH_INVARIANT=flag)
-            self.read(run, job)
+            self.engine(run, model, "--bits", VLLM_BATCH_INVARIANT=flag)
             row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
             # Only moelora must be batch invariant; vLLM's differing rows are just reported.
             kept = row.get("matched", 0) > 0 and row.get("differing") == 0
@@ -142,8 +106,7 @@ class Bench(jobs.Bench):
             return
         rows = self.work / "rows.pt"
         for name, flags in (("moelora", ("--rows", rows)), ("vllm", ())):
-            job = self.engine(name, model, "--lora", "--check", *flags, ours=name == "moelora")
-            self.read(name, job)
+            self.engine(name, model, *flags)
         # The model before quantization. MXFP4 weights are drawn quantized: theirs is dequantized.
         plain = "tiny" if (self.work / "tiny").exists() else f"{model}-dense"
         pairs = {"moelora": (model, "--rows", rows), "vllm": (plain, "--usual")}
@@ -164,7 +127,6 @@ def arguments(doc, work="/tmp/moelora-e2e"):
     """Arguments of the benchmarks of vLLM, on one GPU and on several."""
     p = jobs.arguments(doc, work, 180)
     p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
-    p.add_argument("--family", choices=FAMILIES, default="qwen3_moe", help="architecture")
     return p
 
 

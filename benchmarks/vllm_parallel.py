@@ -1,6 +1,6 @@
 """vLLM on several GPUs, with moelora and without: answers.
 
-    python -m benchmarks.vllm_parallel --gpus 4 --at-once 4 --out ...-answers-parallel-4.json
+    python -m benchmarks.vllm_parallel --gpus 4 --out ...-answers-parallel-4.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
 adapters sharded or not) or have whole ones each (expert parallel). Answers of every engine are
@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines, judge
-from benchmarks.vllm_e2e import Bench, Run, arguments, parse
+from benchmarks.vllm_e2e import Bench, arguments, parse
 
 SINGLE = "moelora single"
 WAYS = {
@@ -30,19 +30,12 @@ class Parallel(Bench):
 
     def answers(self):
         if model := self.model("tiny", dense=True):
-            runs = [single(model)]
-            for way in self.args.ways:
-                words = ("--lora", "--check", "--tensor-parallel", self.args.gpus, *WAYS[way])
-                for engine in ("moelora", "vllm"):
-                    runs.append(Run(f"{engine} {way}", model, words, engine == "moelora"))
-            self.together(runs)
-            self.hold([run.name for run in runs], model)
-
-
-def single(model):
-    """moelora on one GPU, which the others are compared with."""
-    alone = {"CUDA_VISIBLE_DEVICES": "0"}
-    return Run(SINGLE, model, ("--lora", "--check"), environment=alone)
+            self.engine(SINGLE, model, CUDA_VISIBLE_DEVICES="0")
+            names = [f"{engine} {way}" for way in self.args.ways for engine in ("moelora", "vllm")]
+            for name in names:
+                flags = WAYS[name.partition(" ")[2]]
+                self.engine(name, model, "--tensor-parallel", self.args.gpus, *flags)
+            self.hold([SINGLE, *names], model)
 
 
 def answers(checks):
@@ -65,7 +58,8 @@ def answers(checks):
 def main(argv=None):
     p = arguments(__doc__)
     p.add_argument("--gpus", type=int, default=2)
-    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
+    for option in ("--only", "--at-once"):  # of commands of files: answers, of one at a time
+        p.add_argument(option, help=argparse.SUPPRESS)
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     bench = Parallel(parse(p, argv))
     bench.answers()

@@ -34,16 +34,6 @@ def load() -> Any:
     return vk_layer
 
 
-def modes(rows: int, rank: int, all_modes: bool) -> list[str]:
-    """The paths that vLLM could take for this case, its default first."""
-    if not all_modes:
-        return ["default"]
-    found = ["default"] + (["oneshot"] if rank <= 128 else []) + ["legacy"]
-    if rows <= 1024:
-        found += ["oneshotN"] + (["small"] if rank <= 64 else [])
-    return found
-
-
 def token_set(vk: Any, batch: Batch, adapters: int) -> Any:
     mapping = batch.mapping.to(torch.int64)
     return vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, adapters)
@@ -59,18 +49,16 @@ class VLLM:
         require(layer.device.type == "cuda", "its kernels are for GPUs")
         require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
         require(layer.model.activation == "silu", "driven here with silu only")
-        self.layer, self.all_modes = layer, options.all_modes
+        self.layer = layer
         self.vk = load()
         require(self.vk, "$MOELORA_PEERS has no vk/vk_layer.py")
         self.loras = {rank: lora(self.vk, factors) for rank, factors in layer.stacks.items()}
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         w13, w2 = self.layer.tensors
-        tokens, rows = len(batches[0].x), batches[0].topk_ids.numel()
-        theirs = self.vk.MoELayer(w13, w2, tokens, self.layer.model.top_k, w13.device)
+        theirs = self.vk.MoELayer(w13, w2, len(batches[0].x), self.layer.model.top_k, w13.device)
         sets = [token_set(self.vk, batch, self.layer.adapters) for batch in batches]
         runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
         for rank, factors in self.loras.items():
-            for mode in modes(rows, rank, self.all_modes):
-                runs[f"vllm_{mode}", rank] = Run(on(sets, theirs.run, factors, mode))
+            runs["vllm_default", rank] = Run(on(sets, theirs.run, factors, "default"))
         return runs

@@ -2,11 +2,10 @@
 
     python -m benchmarks.engines.engine_model --preset a3b --layers 12 --out /tmp/a3b
 
-It is a Qwen3-MoE, or with --family an OLMoE or a Mixtral of the same shape.
-Writes OUT/base, OUT/lora1-r16 and so on, and OUT/manifest.json, which names them. Nothing is
-fetched: numbers are drawn on the GPU if there is one, of such sizes that a layer keeps the size of
-what it is given, an adapter's delta is half as large as what it is added to, and two tokens are
-seldom nearly as likely.
+It is a Qwen3-MoE. Writes OUT/base, OUT/lora1-r16 and so on, and OUT/manifest.json, which names
+them. Nothing is fetched: numbers are drawn on the GPU if there is one, of such sizes that a layer
+keeps the size of what it is given, an adapter's delta is half as large as what it is added to, and
+two tokens are seldom nearly as likely.
 """
 
 import argparse
@@ -50,40 +49,7 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """How models of an architecture name their parts. `whole_norms`: norms of queries and keys over
-    all heads; None: it has none. `expert_size`, `expert_count`: keys of config.json."""
-
-    architecture: str
-    model_type: str
-    moe: str = "mlp"
-    projections: tuple = ("gate_proj", "up_proj", "down_proj")
-    whole_norms: bool | None = False
-    expert_size: str = "moe_intermediate_size"
-    expert_count: str = "num_experts"
-    norm_topk_prob: bool = True
-
-
-FAMILIES = {
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "olmoe": Family(
-        "OlmoeForCausalLM",
-        "olmoe",
-        whole_norms=True,
-        expert_size="intermediate_size",
-        norm_topk_prob=False,
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        moe="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-        whole_norms=None,
-        expert_size="intermediate_size",
-        expert_count="num_local_experts",
-    ),
-}
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Maker:
@@ -107,7 +73,7 @@ def ones(size):
     return torch.ones(size, dtype=torch.bfloat16)
 
 
-def layer(make, s, prefix, family):
+def layer(make, s, prefix):
     """The tensors of one decoder layer."""
     q, kv, std = s.heads * s.head, s.kv_heads * s.head, 1 / math.sqrt(s.hidden)
     tensors = {
@@ -117,31 +83,30 @@ def layer(make, s, prefix, family):
         "self_attn.k_proj.weight": make.normal(kv, s.hidden, std=std),
         "self_attn.v_proj.weight": make.normal(kv, s.hidden, std=std),
         "self_attn.o_proj.weight": make.normal(s.hidden, q, std=1 / math.sqrt(q)),
-        f"{family.moe}.gate.weight": make.normal(s.experts, s.hidden, std=1.5 * std),
+        "self_attn.q_norm.weight": ones(s.head),
+        "self_attn.k_norm.weight": ones(s.head),
+        "mlp.gate.weight": make.normal(s.experts, s.hidden, std=1.5 * std),
     }
-    if family.whole_norms is not None:
-        tensors["self_attn.q_norm.weight"] = ones(q if family.whole_norms else s.head)
-        tensors["self_attn.k_norm.weight"] = ones(kv if family.whole_norms else s.head)
     gate_up = make.normal(s.experts, 2, s.inter, s.hidden, std=std)
     down = make.normal(s.experts, s.hidden, s.inter, std=2 / math.sqrt(s.inter))
     for e in range(s.experts):
         weights = gate_up[e, 0], gate_up[e, 1], down[e]
-        for name, weight in zip(family.projections, weights, strict=True):
-            tensors[f"{family.moe}.experts.{e}.{name}.weight"] = weight
+        for name, weight in zip(PROJECTIONS, weights, strict=True):
+            tensors[f"mlp.experts.{e}.{name}.weight"] = weight
     return {prefix + name: t for name, t in tensors.items()}
 
 
-def adapter(make, s, rank, family=FAMILIES["qwen3_moe"]):
+def adapter(make, s, rank):
     """Factors of every expert, one pair for each of its projections; alpha is twice the rank."""
     std_b = DELTA / (2 * math.sqrt(rank))
     tensors = {}
     for i in range(s.layers):
         sizes = (s.inter, s.hidden, 1), (s.inter, s.hidden, 1), (s.hidden, s.inter, 2)
-        for name, (rows, columns, size) in zip(family.projections, sizes, strict=True):
+        for name, (rows, columns, size) in zip(PROJECTIONS, sizes, strict=True):
             a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
             b = make.normal(s.experts, rows, rank, std=size * std_b)
             for e in range(s.experts):
-                key = f"base_model.model.model.layers.{i}.{family.moe}.experts.{e}.{name}"
+                key = f"base_model.model.model.layers.{i}.mlp.experts.{e}.{name}"
                 tensors[f"{key}.lora_A.weight"] = a[e]
                 tensors[f"{key}.lora_B.weight"] = b[e]
     config = {
@@ -149,23 +114,23 @@ def adapter(make, s, rank, family=FAMILIES["qwen3_moe"]):
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": [*family.projections],
+        "target_modules": [*PROJECTIONS],
         "bias": "none",
     }
     return tensors, config
 
 
-def settings(s, family=FAMILIES["qwen3_moe"]):
+def settings(s):
     """config.json."""
     return {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
         "hidden_size": s.hidden,
         "intermediate_size": 4 * s.inter,  # of dense layers, of which there are none
-        family.expert_size: s.inter,
-        family.expert_count: s.experts,
+        "moe_intermediate_size": s.inter,
+        "num_experts": s.experts,
         "num_experts_per_tok": s.top_k,
-        "norm_topk_prob": family.norm_topk_prob,
+        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "num_hidden_layers": s.layers,
@@ -224,11 +189,10 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--preset", choices=PRESETS, default="tiny")
-    p.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
     p.add_argument("--layers", type=int, help="(default: the preset's)")
     p.add_argument("--adapters", default="16,16,64,64", help="ranks, commas between")
     args = p.parse_args(argv)
-    shape, family = PRESETS[args.preset], FAMILIES[args.family]
+    shape = PRESETS[args.preset]
     shape = replace(shape, layers=args.layers or shape.layers)
     make = Maker(device())
     shutil.rmtree(args.out, ignore_errors=True)
@@ -240,14 +204,14 @@ def main(argv=None):
     }
     index = save(base, "ends.safetensors", ends)
     for i in range(shape.layers):
-        tensors = layer(make, shape, f"model.layers.{i}.", family)
+        tensors = layer(make, shape, f"model.layers.{i}.")
         index |= save(base, f"layer-{i:02}.safetensors", tensors)
     save_tokenizer(base)
     adapters = []
     for i, rank in enumerate((int(r) for r in args.adapters.split(",")), 1):
         adapters.append(args.out / f"lora{i}-r{rank}")
-        save_adapter(adapters[-1], *adapter(make, shape, rank, family))
-    describe(args.out, settings(shape, family), index, adapters, asdict(shape))
+        save_adapter(adapters[-1], *adapter(make, shape, rank))
+    describe(args.out, settings(shape), index, adapters, asdict(shape))
     print(f"made {base} and {len(adapters)} adapters on {make.device}")
 
 

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 
 import tomllib
 
@@ -178,7 +180,6 @@ def arguments(doc, work, start_s):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
-    p.add_argument("--at-once", type=int, default=1, help="engines that start together")
     p.add_argument(
         "--start-s", type=float, default=start_s, help="of each, longer ones are stopped"
     )
@@ -191,6 +192,18 @@ def version(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def is_up(url, server, seconds):
+    """Whether a server's job answers before it has ended or so many seconds from its start are
+    over."""
+    while server.process.poll() is None and seconds > time.monotonic() - server.start:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    return False
 
 
 def write_logs(folder, out):

@@ -44,7 +44,6 @@ def parse(argv=None):
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
-    p.add_argument("--gib", type=float, help="of keys and values; default: most of the memory")
     return p.parse_args(argv)
 
 
@@ -76,17 +75,12 @@ class Engine:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [*GRAPHS],
             }
-        if args.gib:  # shares its GPUs with other engines
-            options |= {
-                "kv_cache_memory_bytes": int(args.gib * 2**30),
-                "gpu_memory_utilization": 0.1,
-            }
-        options = {"gpu_memory_utilization": 0.6} | options
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
             dtype="bfloat16",
             seed=0,
+            gpu_memory_utilization=0.6,
             load_format="safetensors",
             max_model_len=4096,
             max_num_batched_tokens=8192,

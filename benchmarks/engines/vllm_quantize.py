@@ -8,13 +8,10 @@ that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. 
 leaves OUT-dense out.
 
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
-gptq         symmetric, groups of 128, in the order of the columns
-awq          as AutoAWQ has it, with zero points, groups of 128
 nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights only (W4A16)
 modelopt     NVFP4 as ModelOpt has it, with scales of the activations, which are 1
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
-fp8_tensor   a scale for each projection of each expert
 
 Activations of all kinds of FP8 are quantized on the way, nothing about them is in the checkpoint.
 Scales of four bits are numbers of bfloat16 as well as of float16, so that no engine rounds them.
@@ -30,57 +27,26 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 GROUP = 128
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 LEAST = 2.0**-14  # the smallest scale: float16 has fewer bits below
 
 
-def words(q, order=range(8)):
-    """Eight numbers of the last dimension in an int32, number order[i] in its nibble i."""
+def words(q):
+    """Eight numbers of the last dimension in an int32."""
     eights = q.unflatten(-1, (-1, 8)).to(torch.int64)
-    packed = sum(eights[..., k] << 4 * i for i, k in enumerate(order))
+    packed = sum(eights[..., i] << 4 * i for i in range(8))
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-def four_bits(weight, zero_points=False):
-    """Numbers of 0 to 15 (N, K), scales and zero points of groups (N, G), and what they mean."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    if zero_points:
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).clamp(min=LEAST).bfloat16()
-        zeros = (-low / scales.float()).round().clamp(0, 15)
-    else:
-        scales = (groups.abs().amax(-1) / 7).clamp(min=LEAST).bfloat16()
-        zeros = torch.full_like(scales.float(), 8)
-    q = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
-    dense = (q - zeros[..., None]) * scales.float()[..., None]
-    return q.flatten(1), scales, zeros, dense.flatten(1)
 
 
 def int4(weight):
     """Quantize to (tensors of the checkpoint by name, dequantized weight)."""
-    q, scales, _, dense = four_bits(weight)
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 7).clamp(min=LEAST).bfloat16()
+    q = (groups / scales.float()[..., None]).round().clamp(-8, 7)
+    dense = (q * scales.float()[..., None]).flatten(1)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
-    return {"weight_packed": words(q), "weight_scale": scales, "weight_shape": shape}, dense
-
-
-def gptq(weight):
-    q, scales, zeros, dense = four_bits(weight)
-    return {
-        "qweight": words(q).t(),
-        "qzeros": words(zeros.t() - 1),  # version 1 of the format adds it again
-        "scales": scales.t().half(),
-        "g_idx": torch.arange(weight.size(1), dtype=torch.int32) // GROUP,
-    }, dense
-
-
-def awq(weight):
-    q, scales, zeros, dense = four_bits(weight, zero_points=True)
-    return {
-        "qweight": words(q.t(), AWQ_ORDER),
-        "qzeros": words(zeros.t(), AWQ_ORDER),
-        "scales": scales.t().half(),
-    }, dense
+    packed = words(q.flatten(1) + 8)
+    return {"weight_packed": packed, "weight_scale": scales, "weight_shape": shape}, dense
 
 
 def nvfp4(weight):
@@ -114,21 +80,10 @@ def modelopt(weight):
     }, dense
 
 
-def e4m3(weight, dim):
-    """Quantize to (e4m3 values, scales reduced over `dim`, dequantized weight)."""
-    scales = (weight.float().abs().amax(dim, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
-    q = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return q, scales, q.float() * scales.float()
-
-
 def fp8_channel(weight):
-    q, scales, dense = e4m3(weight, 1)
-    return {"weight": q, "weight_scale": scales}, dense
-
-
-def fp8_tensor(weight):
-    q, scale, dense = e4m3(weight, (0, 1))
-    return {"weight": q, "weight_scale": scale.reshape(())}, dense
+    scales = (weight.float().abs().amax(1, keepdim=True) / 448).clamp(min=1e-10).bfloat16()
+    q = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scales}, q.float() * scales.float()
 
 
 def fp8(weight):
@@ -139,7 +94,7 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {f.__name__: f for f in (int4, gptq, awq, nvfp4, modelopt, fp8, fp8_channel, fp8_tensor)}
+FORMATS = {f.__name__: f for f in (int4, nvfp4, modelopt, fp8, fp8_channel)}
 PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
 
 
@@ -156,7 +111,6 @@ def compressed(format, weights, inputs=None):
 
 def settings(format, layers):
     """`quantization_config`: only experts."""
-    grouped = {"bits": 4, "group_size": GROUP}
     if format == "int4":
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
         weights |= {"strategy": "group", "group_size": GROUP}
@@ -169,14 +123,6 @@ def settings(format, layers):
         plain = ["lm_head", "*self_attn*", "*mlp.gate"]
         method = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
         return method | {"group_size": 16, "ignore": plain}
-    if format == "gptq":
-        plain = {f"-:{name}": {} for name in ("lm_head", r".*self_attn\..*", r".*mlp\.gate$")}
-        order = {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "dynamic": plain}
-        return {"quant_method": "gptq"} | grouped | order
-    if format == "awq":
-        kind = {"zero_point": True, "version": "gemm"}
-        plain = ["lm_head", "self_attn", "mlp.gate"]  # whatever has one of these in its name
-        return {"quant_method": "awq"} | grouped | kind | {"modules_to_not_convert": plain}
     if format == "fp8_channel":
         number = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = number | {"strategy": "channel", "dynamic": False}
@@ -191,7 +137,7 @@ def settings(format, layers):
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        **({"weight_block_size": [GROUP, GROUP]} if format == "fp8" else {}),
+        "weight_block_size": [GROUP, GROUP],
         "modules_to_not_convert": ["lm_head", *plain],
     }
 

@@ -7,11 +7,9 @@ import pathlib
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 
 from benchmarks import ROOT, serving
-from benchmarks.engines.jobs import Job, version, write_entry_points, write_logs
+from benchmarks.engines.jobs import Job, is_up, version, write_entry_points, write_logs
 from benchmarks.options import words
 from benchmarks.serving import models
 from moelora.bench import results
@@ -93,7 +91,7 @@ class Bench:
             where=self.args.work,
         )
         try:
-            if not answers(f"http://127.0.0.1:{PORT}/health", server, start + self.args.start_s):
+            if not is_up(f"http://127.0.0.1:{PORT}/health", server, self.args.start_s):
                 return
             seconds = {"start_s": round(time.monotonic() - start, 1)}
             log = server.log.read_text(errors="replace")
@@ -141,17 +139,6 @@ class Bench:
         settings = {name: ENGINES[name] for name in self.args.engines if name in ENGINES}
         results.write(self.args.out, self.rows, stages=self.stages, **fields, servers=settings)
         write_logs(self.args.work, self.args.out.with_suffix(".log"))
-
-
-def answers(url, server, until):
-    """Whether a server answers before it has ended or the time has come."""
-    while time.monotonic() < until and server.process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    return False
 
 
 def main(argv=None):

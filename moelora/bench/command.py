@@ -99,7 +99,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--baselines",
         help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)",
     )
-    add("--all-modes", action="store_true", help="every path of a baseline, not only its default")
     add("--variant", help="force this kernel variant (default: what the plan says)")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     about = "plan as for this compute capability, e.g. 80 (default: $MOELORA_MAX_CC or this GPU's)"
@@ -271,7 +270,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     about = processor() if args.device == "cpu" else {}
     if args.device == "cuda" and args.max_cc:
         about["max_cc"] = args.max_cc
-    options = baselines.Options(args.patience_s, args.all_modes)
+    options = baselines.Options(args.patience_s)
     settings = list(product(args.models, args.dtypes, args.adapters))
     total = len(settings) * len(args.tokens)
     rows: list[Case] = []

@@ -258,9 +258,6 @@ def figures(
     of_rank = {who: t for (who, r), t in others.items() if r in (0, rank)}
     adapted = {who: t.median for (who, r), t in others.items() if r == rank}
     baselines = {who: t.median for who, t in of_rank.items()}
-    vllm = [us for who, us in adapted.items() if who.startswith("vllm_")]
-    if len(vllm) > 1:
-        baselines["vllm_best"] = min(vllm)
     best = min(adapted, key=adapted.__getitem__, default=None)
     return {
         **{f"{who}_us": t.median for who, t in ours.items()},

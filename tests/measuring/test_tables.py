@@ -55,10 +55,3 @@ def test_a_table_has_its_commits_and_dates(name):
     text = tables.section(name)
     said = re.search(r"\b[0-9a-f]{7,12}, 20\d\d-\d\d-\d\d", text)
     assert said or tables.files.AWAITED in text
-
-
-@pytest.mark.parametrize("page", tables.PAGES)
-def test_pages_have_the_numbers_of_the_files(page):
-    """Else `python -m benchmarks.tables --write` was forgotten."""
-    text = (ROOT / page).read_text()
-    assert tables.filled(text) == text

@@ -80,14 +80,3 @@ def test_no_composition_begins_behind_the_deadline(capsys):
     assert "'compositions': 3" in capsys.readouterr().out
     assert invariance.main([*words, "0"]) == 1
     assert "'compositions': 0" in capsys.readouterr().out
-
-
-def test_forced_variants_without_a_differing_bit_are_one_row():
-    def row(forced, differing=0, operator="layer"):
-        head = {"pool": "p", "operator": operator, "path": "own"}
-        return head | {"forced": forced, "differing": differing, "compositions": 10, "elements": 7}
-
-    rows = [row(""), row("a"), row("b"), row("c", differing=3), row("a", operator="gemm w2")]
-    both = row("2 variants") | {"compositions": 20, "elements": 14}
-    one = row("1 variants", operator="gemm w2")
-    assert invariance.summed(rows) == [row(""), both, row("c", differing=3), one]

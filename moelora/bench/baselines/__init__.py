@@ -32,7 +32,6 @@ class Options:
     """User options of baselines."""
 
     patience_s: float = 1.5  # maximum time of one call of a baseline
-    all_modes: bool = False  # all paths of a baseline, not only its default
 
 
 class Baseline(Protocol):
