@@ -54,7 +54,7 @@ class Bench(jobs.Bench):
         even if it did not end well."""
         ours = name.startswith("moelora")
         command = ["-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
-        command += ["--out", self.file(name), "--lora", "--check", *flags]
+        command += ["--out", self.file(name), *flags]
         environment |= {SWITCH: "1" if ours else "0"}
         job = self.job(name, command, self.args.start_s + CHECK_S, **environment)
         self.done(job)

@@ -8,7 +8,7 @@ Reads a folder of `engine_model` or `vllm_quantize` and its adapters as a traine
 with moelora's experts, adapters as `moelora.training.Tenants`. Each call in --rows is repeated by
 the experts of its layer, such that autograd records it, and compared with what the engine's layer
 returned, bit for bit. Then come the log-probabilities of the prompts in --engine, a result of
-`vllm_engine --check`. --usual is the trainer that most have: transformers' own experts in bfloat16,
+`vllm_engine`. --usual is the trainer that most have: transformers' own experts in bfloat16,
 each adapter merged into the weights.
 """
 

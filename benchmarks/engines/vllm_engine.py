@@ -1,6 +1,6 @@
 """One vLLM engine: who runs its MoE layers, and what its requests get.
 
-    python -m benchmarks.engines.vllm_engine --model /tmp/tiny --out /tmp/run.json --lora --check
+    python -m benchmarks.engines.vllm_engine --model /tmp/tiny --out /tmp/run.json
 
 Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
 the layers is decided by its environment (`MOELORA_VLLM`), as in production. The result file is
@@ -37,8 +37,6 @@ def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
     p.add_argument("--out", type=pathlib.Path, required=True)
-    p.add_argument("--lora", action="store_true", help="an engine with LoRA enabled")
-    p.add_argument("--check", action="store_true", help="tokens and log-probabilities")
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--tensor-parallel", type=int, default=1)
@@ -55,26 +53,12 @@ class Engine:
         from vllm.lora.request import LoRARequest
 
         manifest = json.loads((args.model / "manifest.json").read_text())
-        folders = [pathlib.Path(f) for f in manifest["adapters"]] if args.lora else []
+        folders = [pathlib.Path(f) for f in manifest["adapters"]]
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
-        options = {}
-        if args.lora:
-            options = {
-                "enable_lora": True,
-                "max_loras": len(folders),
-                "max_cpu_loras": len(folders),
-                "max_lora_rank": max(ranks),
-                "lora_target_modules": ["experts"],
-                "fully_sharded_loras": args.fully_sharded,
-            }
-        if args.bits or args.rows:  # hooks see no replays of graphs
-            options["enforce_eager"] = True
-        else:
-            options["compilation_config"] = {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [*GRAPHS],
-            }
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        graphs |= {"cudagraph_capture_sizes": [*GRAPHS]}
+        eager = args.bits or args.rows  # hooks see no replays of graphs
+        options = {"enforce_eager": True} if eager else {"compilation_config": graphs}
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
@@ -89,9 +73,14 @@ class Engine:
             tensor_parallel_size=args.tensor_parallel,
             enable_expert_parallel=args.expert_parallel,
             disable_custom_all_reduce=True,
+            enable_lora=True,
+            max_loras=len(folders),
+            max_cpu_loras=len(folders),
+            max_lora_rank=max(ranks),
+            lora_target_modules=["experts"],
+            fully_sharded_loras=args.fully_sharded,
             **options,
         )
-        self.shape, self.ranks = manifest["shape"], ranks
         self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
         self.names = [f.name for f in folders]
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
@@ -162,17 +151,13 @@ def main():
     began = time.time()
     engine = Engine(args)
     layers = engine.llm.collective_rpc(moe_layers)
-    save(
-        start_s=round(time.time() - began, 1), layers=layers, shape=engine.shape, ranks=engine.ranks
-    )
+    save(start_s=round(time.time() - began, 1), layers=layers)
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
-    if args.check:
-        save(check=check(engine))
+    save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
     if args.rows:
         save(rows=rows(engine, args.rows))
-    save(done=True)
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 

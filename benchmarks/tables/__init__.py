@@ -3,7 +3,7 @@
     python -m benchmarks.tables [NAME...]  prints them, or some of them
     python -m benchmarks.tables --write    updates the pages
 
-Names are the keys of TABLES, MADE, COMPUTED and SENTENCES, or `from TOPIC`: provenance and command
+Names are the keys of TABLES, MADE and COMPUTED, or `from TOPIC`: provenance and command
 of a file. A file is named <card>-<topic>.json; of several cards the newest is taken, and tables
 name the card.
 A page contains a table between `<!-- name -->` and `<!-- /name -->`. At `<!-- site: name, name -->`
@@ -14,38 +14,10 @@ not import moelora.
 import re
 
 from benchmarks import training_memory
+from benchmarks.tables import engines, layers, models, serving, training
 from benchmarks.tables.columns import TABLES
-from benchmarks.tables.engines import (
-    engine_bits,
-    sglang_answers,
-)
 from benchmarks.tables.files import AWAITED, source, used_by
-from benchmarks.tables.layers import (
-    cpu_amx_ranges,
-    cpu_format_ranges,
-    cpu_ranges,
-    format_ranges,
-    invariance_found,
-    layer_ranges,
-)
-from benchmarks.tables.layers import on_other_cards as layers_on_other_cards
-from benchmarks.tables.models import table as models
-from benchmarks.tables.serving import (
-    alternatives,
-    claim,
-    decode_ratios,
-    serving_all,
-    serving_rates,
-)
 from benchmarks.tables.text import table, wrapped
-from benchmarks.tables.training import (
-    on_other_cards,
-    sampler_bits,
-    training_alternatives,
-    training_memory_measured,
-    training_peers,
-    training_quantized,
-)
 
 PAGES = (
     "README.md",
@@ -67,39 +39,39 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
 }
 # {name: (topic of a file, None: of several, its table)}
 MADE = {
-    "format_ranges": ("formats", format_ranges),
-    "quantized_layers": ("formats", format_ranges),
-    "layer_ranges": ("layer", layer_ranges),
-    "cpu_format_ranges": ("cpu-formats", cpu_format_ranges),
-    "layers_on_others": ("layer", layers_on_other_cards),
-    "serving_rates": (None, serving_rates),
-    "alternatives": (None, alternatives),
-    "decode_ratios": (None, decode_ratios),
-    "engine_bits": ("e2e-invariance", engine_bits),
-    "training_peers": ("training", training_peers),
-    "training_peers_64": ("training-64", lambda: training_peers("training-64")),
-    "training_quantized": ("training", training_quantized),
-    "training_quantized_fp8": ("training-fp8", lambda: training_quantized("training-fp8")),
-    "training_quantized_nf4": ("training-nf4", lambda: training_quantized("training-nf4")),
-    "training_on_others": ("training", on_other_cards),
-    "training_memory_measured": ("training-memory", training_memory_measured),
-    "invariance_found": ("invariance", lambda: wrapped(invariance_found())),
-    "sampler_bits": ("e2e-sampler", lambda: wrapped(sampler_bits())),
-    "sampler_bits_fp8": ("e2e-sampler-fp8", lambda: wrapped(sampler_bits("e2e-sampler-fp8"))),
+    "format_ranges": ("formats", layers.format_ranges),
+    "quantized_layers": ("formats", layers.format_ranges),
+    "layer_ranges": ("layer", layers.layer_ranges),
+    "cpu_format_ranges": ("cpu-formats", layers.cpu_format_ranges),
+    "layers_on_others": ("layer", layers.on_other_cards),
+    "invariance_found": ("invariance", lambda: wrapped(layers.invariance_found())),
+    "serving_rates": (None, serving.serving_rates),
+    "alternatives": (None, serving.alternatives),
+    "decode_ratios": (None, serving.decode_ratios),
+    "engine_bits": ("e2e-invariance", engines.engine_bits),
+    "training_peers": ("training", training.training_peers),
+    "training_peers_64": ("training-64", lambda: training.training_peers("training-64")),
+    "training_quantized": ("training", training.training_quantized),
+    "training_quantized_fp8": ("training-fp8", lambda: training.training_quantized("training-fp8")),
+    "training_quantized_nf4": ("training-nf4", lambda: training.training_quantized("training-nf4")),
+    "training_on_others": ("training", training.on_other_cards),
+    "training_memory_measured": ("training-memory", training.training_memory_measured),
+    "sampler_bits": ("e2e-sampler", lambda: wrapped(training.sampler_bits())),
+    "sampler_bits_fp8": (
+        "e2e-sampler-fp8",
+        lambda: wrapped(training.sampler_bits("e2e-sampler-fp8")),
+    ),
 }
-COMPUTED = {
+COMPUTED = {  # without commits and dates
     "training-memory": training_memory.table,
     "several-gpus": training_memory.parallel_table,
-    "claim": claim,
-    "serving_all": serving_all,
-    "models": models,
-}
-SENTENCES = {
-    f.__name__: f
-    for f in (
-        *(cpu_ranges, cpu_amx_ranges),
-        *(sglang_answers, training_alternatives),
-    )
+    "claim": serving.claim,
+    "serving_all": serving.serving_all,
+    "models": models.table,
+    "cpu_ranges": lambda: wrapped(layers.cpu_ranges()),
+    "cpu_amx_ranges": lambda: wrapped(layers.cpu_amx_ranges()),
+    "sglang_answers": lambda: wrapped(engines.sglang_answers()),
+    "training_alternatives": lambda: wrapped(training.training_alternatives()),
 }
 
 
@@ -110,9 +82,7 @@ def section(name):
     if name in TABLES or name in MADE:
         text, metas = used_by(MADE[name][1] if name in MADE else lambda: table(name))
         return f"{text}{measured_at(metas, text)}"
-    if name in COMPUTED:
-        return COMPUTED[name]()
-    return wrapped(SENTENCES[name]())
+    return COMPUTED[name]()
 
 
 def measured_at(metas, text):

@@ -3,7 +3,7 @@
 import sys
 
 from benchmarks import ROOT
-from benchmarks.tables import MADE, PAGES, PICTURES, SENTENCES, filled, section
+from benchmarks.tables import COMPUTED, MADE, PAGES, PICTURES, filled, section
 from benchmarks.tables.columns import TABLES
 from benchmarks.tables.files import path_of
 
@@ -18,7 +18,7 @@ def main():
             if path_of(topic):
                 moelora(["bench", "plot", str(path_of(topic)), "--out", picture, *more])
     else:
-        print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *SENTENCES))))
+        print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *COMPUTED))))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ turns. Every baseline is compared with float64 before it is timed.
 import argparse
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -319,33 +318,6 @@ def result(row: Case) -> str:
     return f"{what}: " + ", ".join(f"{name} {shown(us)} us" for name, us in times.items())
 
 
-def headlines(rows: list[Case]) -> list[str]:
-    """Cost of adapters for each model, format and rank."""
-    groups: dict[str, list[Case]] = {}
-    for row in rows:
-        what = f"{model_of(row)} {row['format']}, {row['adapters']} adapters of rank {row['rank']}"
-        groups.setdefault(what, []).append(row)
-    lines = []
-    for what, some in groups.items():
-        unclear = [str(row["tokens"]) for row in some if compare.within_noise(row, "ours_base")]
-        kept = {
-            row["tokens"]: row["ours_base_us"] / row["ours_us"]
-            for row in some
-            if str(row["tokens"]) not in unclear
-        }
-        said = []
-        if kept:
-            mean = statistics.geometric_mean(kept.values())
-            said = [f"{mean:.2f} of the speed without adapters"]
-        if len(kept) > 1:
-            ends = (f"{kept[tokens]:.2f} at {tokens}" for tokens in (min(kept), max(kept)))
-            said[0] += f" ({', '.join(ends)} tokens)"
-        if unclear:
-            said.append(f"the cost of adapters is within noise at {', '.join(unclear)} tokens")
-        lines.append(f"{what}: {'; '.join(said)}")
-    return lines
-
-
 CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops need; with, without:
 moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
 bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
@@ -355,9 +327,7 @@ than --patience-s"""
 
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
-    """Print the headlines, one line per case with one column per baseline, and what was skipped."""
-    for line in headlines(rows):
-        console.print(line, highlight=False)
+    """Print one line per case with one column per baseline, and what was skipped."""
     if rows:
         console.print(table_of(rows))
     for line in remarks:

@@ -74,7 +74,7 @@ def test_every_baseline_agrees_and_is_written(bench, capsys):
             assert low <= us <= high
         assert (row["mm_gflop_s"] is None) == (row["tokens"] == 1)
     line = r"4x2x72x40 fp32 M=1 rank 4: with 3 adapters [\d,.]+ us, without "
-    said = rf"\[1/4, \d+ s\] {line}(?s:.*)3 adapters of rank 4: (?s:.*) per layer"
+    said = rf"\[1/4, \d+ s\] {line}(?s:.*) per layer"
     assert re.search(said, capsys.readouterr().out), "each result is said when it is there"
 
 
@@ -128,20 +128,6 @@ def test_quick_measures_one_layer_of_few_tokens():
     args = settled("--shape", SHAPE, "--tokens", "7", "--deadline-s", "5", "--baselines", "none")
     assert ([key for key, _ in args.models], args.tokens) == (["4x2x72x40"], [7])
     assert (args.deadline_s, args.baselines) == (5, [])
-
-
-def test_what_adapters_leave_of_the_speed_comes_first():
-    case = {"model": "qwen3", "format": "bf16", "adapters": 8, "rank": 16, "ours_base_us": 100.0}
-    rows = [
-        {**case, "tokens": 1, "ours_us": 200.0},
-        {**case, "tokens": 64, "ours_us": 125.0},
-        {**case, "experts": 16, "tokens": 1, "ours_us": 400.0},
-    ]
-    what = "bf16, 8 adapters of rank 16"
-    assert command.headlines(rows) == [
-        f"qwen3 {what}: 0.63 of the speed without adapters (0.50 at 1, 0.80 at 64 tokens)",
-        f"qwen3:16 {what}: 0.25 of the speed without adapters",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -264,18 +250,11 @@ def test_baselines_say_what_they_need(model, dtype, name, why):
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped GEMM")
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
-def test_adapters_are_added_after_the_base_product(activation, monkeypatch):
+def test_adapters_are_added_after_the_base_product(activation):
     model = shapes.Model("toy", 4, 2, 64, 32, activation)
     layer = draw_layer(model, ranks=(4, 16))
     batch = cases.draw_batch(model, 7, 3, torch.Generator().manual_seed(0), mix="half")
     reference = reference_rows(layer, batch, range(7))
-    grouped_mm = torch._grouped_mm
-
-    def checked(x, w, offs):
-        grouped_mm(x.to("meta"), w.to("meta"), offs=offs.to("meta"))  # strides that a GPU needs
-        return grouped_mm(x, w, offs=offs)
-
-    monkeypatch.setattr(torch, "_grouped_mm", checked)
     for rank in (0, 4, 16):
         for baseline in (GroupedMM(layer, Options()), Separate(layer, Options())):
             assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-2

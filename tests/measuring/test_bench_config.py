@@ -31,12 +31,6 @@ GPT_OSS = {
     "hidden_act": "silu",
     "quantization_config": {"quant_method": "mxfp4"},
 }
-DEEPSEEK = {
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 1408,
-}
 DBRX = {
     "d_model": 6144,
     "ffn_config": {
@@ -68,7 +62,6 @@ def write(tmp_path):
     [
         (QWEN, "qwen3"),
         (MIXTRAL, "mixtral"),
-        (DEEPSEEK, "dsv2lite"),
         (DBRX, "dbrx"),
         ({"text_config": QWEN, "hidden_size": 1}, "qwen3"),
     ],

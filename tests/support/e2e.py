@@ -119,9 +119,6 @@ MODULES = {
     "vllm/__init__": VLLM,
     "vllm/lora/__init__": "",
     "vllm/lora/request": REQUEST,
-    "vllm/lora/ops/__init__": "",
-    "vllm/lora/ops/triton_ops": "fused_moe_lora = None",
-    "vllm/plugins/__init__": "def load_general_plugins(): pass",
     "sglang/__init__": "",
     "sglang/launch_server": SGLANG,
 }
