@@ -84,13 +84,12 @@ class Bench:
     def left(self):
         return self.args.budget_s - (time.monotonic() - self.start)
 
-    def job(self, name, command, seconds, *path, **environment):
-        """Starts a Python program, if there is time for it; it finds the checkout, the plugin and
-        what is in the folders `path`."""
+    def job(self, name, command, seconds, **environment):
+        """Starts a Python program, if there is time for it; it finds the checkout and the plugin."""
         if self.left() < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
-        path = [*path, ROOT, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
+        path = [ROOT, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(str(p) for p in path if str(p))
         seconds = min(seconds, self.left())
         return Job(name, [sys.executable, *command], self.work, seconds, environment, where=ROOT)
@@ -103,23 +102,18 @@ class Bench:
 
     # -- models --
 
-    def model(self, preset, *options, format=None, source=None, dense=False):
-        """The name of a preset's model with experts in a format, `--format` by default; None if it
-        could not be made. `source` names the unquantized one it is made of, by default as the
-        preset; `dense`: beside it is NAME-dense, the same numbers unquantized."""
-        format, source = format or self.args.format, source or preset
-        name = f"{source}-{format}" if format else source
+    def model(self, preset, dense=False):
+        """The name of a preset's model with experts in `--format`; None if it could not be made.
+        `dense`: beside it is NAME-dense, the same numbers unquantized."""
+        format = self.args.format
+        name = f"{preset}-{format}" if format else preset
         quantized = [] if dense else ["--only-quantized"]
-        steps = {}
+        steps = {preset: [*self.make_model, "--preset", preset, "--adapters", RANKS]}
         if format == "mxfp4":
-            steps[name] = [*self.make_gpt_oss, "--ranks", RANKS, *options, *quantized]
-        else:
-            if not (self.work / source).exists():
-                preset = ("--preset", preset, *options, "--adapters", RANKS)
-                steps[source] = [*self.make_model, *preset]
-            if format:
-                quantized += ["--format", format, "--model", self.work / source]
-                steps[name] = [*self.quantize_model, *quantized]
+            steps = {name: [*self.make_gpt_oss, "--ranks", RANKS, *quantized]}
+        elif format:
+            quantized += ["--format", format, "--model", self.work / preset]
+            steps[name] = [*self.quantize_model, *quantized]
         for made, words in steps.items():
             if not self.done(self.job(f"make {made}", [*words, "--out", self.work / made], 120)):
                 return None
