@@ -85,7 +85,7 @@ class Bench:
         return self.args.budget_s - (time.monotonic() - self.start)
 
     def job(self, name, command, seconds, **environment):
-        """Starts a Python program, if there is time for it; it finds the checkout and the plugin."""
+        """Starts a Python program, which finds checkout and plugin, if there is time for it."""
         if self.left() < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
