@@ -36,15 +36,15 @@ MOST_SIZES = 20  # tests that run again, so that the sizes of differences are kn
 
 
 class Build:
-    """Runs the tests with a build: `digests` by test."""
+    """Runs the tests with a build."""
 
     def __init__(self, text, folder, words):
         self.name, self.folder, self.words = text.partition("=")[0], pathlib.Path(folder), words
-        self.environment, self.digests = prepare(text, folder), {}
-        self.process = None
+        self.environment, self.runs = prepare(text, folder), 0
 
     def start(self, tests=(), **more):
-        self.out = self.folder / f"{self.name}-digests{len(tests)}"
+        self.runs += 1
+        self.out = self.folder / f"{self.name}-digests-{self.runs}"
         words = ["-p", "benchmarks.compare.recorder", "-p", "no:cacheprovider", "-q", "--tb=no"]
         words += ["--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
         words += [*(ROOT / test for test in tests), *(() if tests else self.words)]
@@ -136,7 +136,7 @@ def sizes(builds, found):
 
 def compare(first, other, one, two):
     """Print what differs; true if the builds agree, on something."""
-    counts, found = collections.Counter(), {}
+    counts, found, same = collections.Counter(), {}, []
     for test, row in one.items():
         if not row["passed"]:
             counts["new" if two.get(test, row)["passed"] else "passed by neither"] += 1
@@ -145,28 +145,25 @@ def compare(first, other, one, two):
         elif why := first_difference(row, two[test]):
             found[test] = why
         else:
-            counts["tests", "calls"] += 1
-            counts["calls"] += len(row["calls"])
+            same.append(len(row["calls"]))
     measured = sizes((first, other), found)
     for test, (number, why) in found.items():
         call = "" if number is None else f"call {number}: "
         size = f": {measured[test]}" if measured.get(test) else ""
         print(f"{other.name} differs: {test}: {call}{why}{size}")
-    same = counts.pop(("tests", "calls"), 0)
-    more = "".join(f", {n} {what}" for what, n in counts.items() if what != "calls")
-    differ = f", {len(found)} tests differ" if found else ""
-    print(f"{other.name}: {counts['calls']} calls in {same} tests as {first.name}{differ}{more}")
-    return same > 0 and not found
+    more = f", {len(found)} tests differ" if found else ""
+    more += "".join(f", {n} {what}" for what, n in counts.items())
+    print(f"{other.name}: {sum(same)} calls in {len(same)} tests as {first.name}{more}")
+    return bool(same) and not found
 
 
-def main(argv=None):
+def main(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     help = "NAME=MODULE or NAME=DIR[,VARIABLE=VALUE...], or NAME=FILE.json"
     parser.add_argument("builds", nargs="*", default=[f"here={ROOT}"], help=help)
     parser.add_argument("--out", help="result file to write, of one build")
-    argv = sys.argv[2:] if argv is None else list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
     if args.out and len(args.builds) > 1:
