@@ -129,6 +129,7 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, module, words, fields,
         assert "| 4 | under load | peft | 2 |" in tables.section("updates")
 
 
+@pytest.mark.timeout(900)  # runs pytest up to five times
 @pytest.mark.parametrize("file", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_build_has_its_own_bits_and_others_are_named(tmp_path, capsys, file):
     """A file of digests takes the place of a build, without the sizes of differences."""
