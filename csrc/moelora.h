@@ -104,7 +104,7 @@ typedef struct moelora_exec {
  * holds the argument pointers and the plan, so it may run repeatedly, on another stream or in a
  * graph, as long as the tensors stay where they are; variants forced or tuned later do not affect
  * it. Plain data: may be copied and discarded. */
-#define MOELORA_CALL_BYTES 2048
+#define MOELORA_CALL_BYTES 2304
 typedef struct moelora_call {
   size_t workspace_bytes; /* required size of exec.workspace in moelora_run */
   uint64_t state[MOELORA_CALL_BYTES / sizeof(uint64_t)];

@@ -217,6 +217,7 @@ typedef struct moelora_factors_arg {
   moelora_extent experts, k; /* k.value 0: a[] is not read */
   moelora_extent n; /* columns of all slices; MOELORA_ANY_SIZE: each has as many as the first */
   bool skips_b;
+  bool widths_differ; /* each slice may have another number of columns, if n is MOELORA_ANY_SIZE */
 } moelora_factors_arg;
 
 /* validate_weights.c: describes the factors of a projection with weights. */

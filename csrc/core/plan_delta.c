@@ -36,9 +36,8 @@ static double expected_pairs(const moelora_routes *routes) {
 }
 
 /* Returns the bytes of all factors of one (expert, adapter) pair. */
-static double pair_bytes(const moelora_factors *lora, int64_t k, bool expands) {
-  return 2.0 * lora->num_slices * lora->max_rank *
-         ((double)k + (expands ? (double)lora->slice_n : 0.0));
+static double pair_bytes(const moelora_factors *lora, int64_t k, int64_t columns) {
+  return 2.0 * lora->max_rank * ((double)lora->num_slices * (double)k + (double)columns);
 }
 
 /* Chooses the order of rows: if few rows share factors, rereading these costs less than sorting. */
@@ -113,7 +112,7 @@ static const moelora_variant *choose_expand(const expand_load *load,
  * launched in several waves, with one megabyte per CTA of eight warps. */
 static int32_t waves_of(const expand_load *load, double pairs, int64_t warps) {
   const moelora_factors *lora = load->lora;
-  const double columns = (double)lora->num_slices * (double)lora->slice_n;
+  const double columns = (double)lora->column[lora->num_slices];
   const double moved =
       columns * (4.0 * (double)load->routes->num_rows + 2.0 * lora->max_rank * pairs);
   return (int32_t)fmax(1.0, fmin(round(moved / (WARP_BYTES * (double)warps)), MAX_WAVES));
@@ -123,7 +122,9 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   const moelora_variant *v = choose_expand(load, device);
   const int64_t n = load->lora->slice_n, slices = load->lora->num_slices;
   moelora_expand_plan plan = {.part = v->block_m, .waves = 1};
-  int64_t tiles = slices * moelora_divide_up(n, v->block_n);
+  int64_t tiles = 0;
+  for (int32_t i = 0; i < slices; i++)
+    tiles += moelora_divide_up(moelora_slice_columns(load->lora, i), v->block_n);
   if (load->gated) /* gate and up in one slice, or in one slice each */
     tiles = slices == 1 ? moelora_divide_up(n / 2, v->block_n)
                         : slices / 2 * moelora_divide_up(n, v->block_n);
@@ -153,8 +154,10 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
 
 /* Whether B allows 16-byte accesses. */
 static bool is_vector_expand(const moelora_factors *lora) {
-  return lora->max_rank % 8 == 0 && lora->slice_n % 8 == 0 &&
-         moelora_are_vector_factors(lora->b, lora->num_slices);
+  bool whole = lora->max_rank % 8 == 0;
+  for (int32_t i = 1; i <= lora->num_slices; i++)
+    whole = whole && lora->column[i] % 8 == 0;
+  return whole && moelora_are_vector_factors(lora->b, lora->num_slices);
 }
 
 static bool are_vector_strides(const void *data, const int64_t *strides, int32_t count) {
@@ -255,7 +258,7 @@ static moelora_status plan_projections(const moelora_delta_problem *p, int32_t c
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   for (int32_t i = 0; i < count; i++)
-    bytes += pair_bytes(&p[i].lora, p[i].k, p[i].columns > 0);
+    bytes += pair_bytes(&p[i].lora, p[i].k, p[i].columns);
   if (p->lists.sorted_token_ids)
     plan->order = MOELORA_LISTED;
   else

@@ -248,7 +248,8 @@ moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t d
   for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
     moelora_factor *both[] = {&to.a[i], &to.b[i]};
     for (int32_t j = 0; j < 2; j++) {
-      const int64_t rows = j ? to.slice_n : to.max_rank, columns = j ? to.max_rank : depth;
+      const int64_t rows = j ? moelora_slice_columns(&to, i) : to.max_rank;
+      const int64_t columns = j ? to.max_rank : depth;
       *both[j] = (moelora_factor){
           .stride_l = (both[j]->stride_e ? num_experts : 1) * rows * columns,
           .stride_e = both[j]->stride_e ? rows * columns : 0,

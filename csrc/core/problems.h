@@ -66,11 +66,16 @@ typedef struct moelora_factor {
 typedef struct moelora_factors {
   int32_t num_slices; /* 0: no adapters */
   int32_t max_rank;   /* R */
-  int64_t slice_n;    /* output columns of one slice */
+  int64_t slice_n;    /* output columns of one slice; of the widest, if a delta's differ */
+  int64_t column[MOELORA_MAX_SLICES + 1]; /* first output column of each slice; then their number */
   bool wide;          /* float32, to be rounded to the 16-bit compute dtype first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
-  moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, slice_n, R] */
+  moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, columns of the slice, R] */
 } moelora_factors;
+
+static inline int64_t moelora_slice_columns(const moelora_factors *factors, int32_t slice) {
+  return factors->column[slice + 1] - factors->column[slice];
+}
 
 /* Returns the number of columns of the shrink output: the ranks of all slices, each padded to
  * 16. */
@@ -203,7 +208,7 @@ typedef struct moelora_delta_problem {
   moelora_dtype dtype;
   moelora_factors lora; /* a[] in a shrink, b[] in an expand; stride_e = 0 if shared */
   int64_t k;            /* columns of x; 0: expand only */
-  int64_t columns;      /* columns of z: num_slices * slice_n; 0: shrink only */
+  int64_t columns;      /* columns of z, of all slices; 0: shrink only */
   const void *x;        /* [M, k] or [P, k] */
   int64_t x_stride;
   bool x_per_row;

@@ -26,9 +26,14 @@ static moelora_status check_columns(const moelora_delta_args *args,
                                     moelora_delta_problem *problem) {
   const moelora_arg out = MOELORA_ARG("out", &args->out);
   const bool summed = args->out.ndim == 2;
-  problem->columns = problem->lora.num_slices * problem->lora.slice_n;
+  problem->columns = problem->lora.column[problem->lora.num_slices];
   const int64_t columns = args->silu_and_mul ? problem->columns / 2 : problem->columns;
   const int64_t width = args->out.size[summed ? 1 : 2];
+  MOELORA_REQUIRE(problem->columns == problem->lora.num_slices * problem->lora.slice_n ||
+                      problem->columns == width,
+                  "slices of lora_b have different numbers of columns, %lld in all, expected the "
+                  "%lld of %s",
+                  (long long)problem->columns, (long long)width, out.name);
   if (args->silu_and_mul)
     MOELORA_REQUIRE(!args->add_inputs && !args->mul_routed_weight && !summed &&
                         args->out_offset == 0 && width == columns && problem->columns % 2 == 0,
@@ -97,7 +102,7 @@ moelora_status moelora_check_delta(const moelora_delta_args *given,
   moelora_factors_arg lora = moelora_factors_alone(input, args->num_experts, MOELORA_MAX_SLICES);
   if (!has_x)
     lora.k.value = 0;
-  lora.may_be_wide = has_x && has_out && !is_listed;
+  lora.may_be_wide = lora.widths_differ = has_x && has_out && !is_listed;
   lora.skips_b = !has_out;
   MOELORA_TRY(moelora_check_factors(&all, &args->lora, &lora, &problem->lora));
   moelora_take_adapters(&all, &args->adapters, routes);

@@ -77,10 +77,13 @@ moelora_status moelora_check_factors(moelora_arguments *all, const moelora_lora 
     if (!of->skips_b) {
       MOELORA_TRY(moelora_check_size(b, 0, all->slots));
       MOELORA_TRY(moelora_check_size(b, 3, rank));
-      MOELORA_TRY(moelora_check_size(b, 2, columns));
+      if (!of->widths_differ)
+        MOELORA_TRY(moelora_check_size(b, 2, columns));
+      if (factors->slice_n < b.tensor->size[2])
+        factors->slice_n = b.tensor->size[2];
     }
+    factors->column[i + 1] = factors->column[i] + (of->skips_b ? 0 : b.tensor->size[2]);
   }
   factors->max_rank = (int32_t)rank.value;
-  factors->slice_n = of->skips_b ? 0 : columns.value;
   return MOELORA_OK;
 }

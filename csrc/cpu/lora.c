@@ -102,11 +102,11 @@ static factor_b_part factor_b(const moelora_projection *p, int64_t at, int32_t s
                               int64_t end) {
   const moelora_factors *lora = p->lora;
   const int32_t rank = moelora_rank_at(p->sorted, at, lora->max_rank);
-  const int64_t base = slice * lora->slice_n;
+  const int64_t base = lora->column[slice], n = moelora_slice_columns(lora, slice);
   return (factor_b_part){
-      .b = moelora_factor_matrix(p->variant, &lora->b[slice], p->sorted, at, lora->slice_n, rank),
+      .b = moelora_factor_matrix(p->variant, &lora->b[slice], p->sorted, at, n, rank),
       .from = moelora_max(begin, base) - base,
-      .to = moelora_min(end, base + lora->slice_n) - base,
+      .to = moelora_min(end, base + n) - base,
   };
 }
 
@@ -134,7 +134,7 @@ void moelora_cpu_expand(const moelora_projection *p, int64_t first, int64_t m, i
         continue;
       for (int64_t i = at; i < next; i++)
         scratch->x[i - at] = xa_row(p, i, slice);
-      const int64_t column = slice * p->lora->slice_n + part.from - begin;
+      const int64_t column = p->lora->column[slice] + part.from - begin;
       moelora_cpu_tile(p->variant, &part.b, part.from, part.to, next - at, NULL,
                        c + (at - first) * ldc + column, ldc, scratch);
     }

@@ -57,7 +57,8 @@ void moelora_rounded_take(const moelora_routes *routes, moelora_dtype dtype,
   *rounded = (moelora_rounded){0};
   for (int32_t i = 0; lora->wide && i < lora->num_slices; i++) {
     rounded->a[i] = take_factor(routes, dtype, &lora->a[i], lora->max_rank, depth, arena);
-    rounded->b[i] = take_factor(routes, dtype, &lora->b[i], lora->slice_n, lora->max_rank, arena);
+    rounded->b[i] = take_factor(routes, dtype, &lora->b[i], moelora_slice_columns(lora, i),
+                                lora->max_rank, arena);
   }
 }
 
@@ -66,7 +67,8 @@ void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_rou
                                const moelora_exec *exec) {
   for (int32_t i = 0; lora->wide && i < lora->num_slices; i++) {
     round_factor(variant, routes, &lora->a[i], lora->max_rank, depth, rounded->a[i], exec);
-    round_factor(variant, routes, &lora->b[i], lora->slice_n, lora->max_rank, rounded->b[i], exec);
+    round_factor(variant, routes, &lora->b[i], moelora_slice_columns(lora, i), lora->max_rank,
+                 rounded->b[i], exec);
   }
   lora->wide = false;
 }

@@ -145,7 +145,8 @@ def moe_lora_gate_up_delta(
         Shrink factors: one for all columns, or one for gate and one for up. An expert dimension of
         1 is one factor shared by all experts.
     lora_b : Tensor or sequence of tensors, shape (max_loras, E or 1, 2 I / slices, R)
-        Expand factors, as many.
+        Expand factors, as many. Their numbers of columns may differ (query, key and value of an
+        attention, with E = top_k = 1), if they add up to those of `out`; gradients need equal ones.
     {lora_ranks?}
     {lora_scalings?}
     {adapter_enabled?}

@@ -123,15 +123,15 @@ def expand_ref(
     stacks = [b.cpu().to(dtype) for b in as_list(lora_b)]
     num_tokens, top_k, max_rank = h.shape[1:]
     h = h.cpu().to(dtype).reshape(len(stacks), len(rows), max_rank)
-    z = torch.zeros(len(rows), len(stacks), stacks[0].size(2), dtype=dtype)
+    parts = [torch.zeros(len(rows), b.size(2), dtype=dtype) for b in stacks]
     for p, work in enumerate(rows):
         if work is None:
             continue
         expert, adapter = work
         rank = max_rank if lora_ranks is None else min(int(lora_ranks[adapter]), max_rank)
         for i, stack in enumerate(stacks):
-            z[p, i] = pair_of(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
-    return z.view(num_tokens, top_k, len(stacks) * stacks[0].size(2))
+            parts[i][p] = pair_of(stack, adapter, expert)[:, :rank] @ h[i, p, :rank]
+    return torch.cat(parts, 1).unflatten(0, (num_tokens, top_k))
 
 
 def weighted(z: Tensor, topk_weights: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
       .out_stride = {layer->routes.top_k * n, n},
       .add_inputs = true,
   };
-  problem.lora.slice_n = n;
+  problem.lora.slice_n = problem.lora.column[1] = n;
   static const char *const orders[] = {"route", "grouped", "sorted", "listed"};
   moelora_delta_plan plan;
   if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)

@@ -256,7 +256,8 @@ static void test_delta_errors(void) {
   REFUSED(good, "lora_a has 0 slices, expected 1 to 4", a.lora.num_slices = 0);
   REFUSED(good, "x.size(0) is 4, expected topk_ids.size(0), which is 5, or M * top_k, which is 10",
           a.x.size[0] = 4);
-  REFUSED(good, "lora_b[1].size(2) is 11, the columns of the first slice is 12",
+  REFUSED(good,
+          "slices of lora_b have different numbers of columns, 23 in all, expected the 24 of out",
           a.lora.b[1].size[2] = 11);
   REFUSED(good,
           "offset is 1, expected 0 or more and at most 0: out has 24 columns, the slices have 24",

@@ -33,6 +33,7 @@ static moelora_factors factors_of(int32_t slices, int32_t rank, int64_t n, int64
   for (int32_t i = 0; i < slices; i++) {
     f.a[i] = (moelora_factor){memory, rank * k, rank * k, k};
     f.b[i] = (moelora_factor){memory, rank * f.slice_n, rank * f.slice_n, rank};
+    f.column[i + 1] = f.column[i] + f.slice_n;
   }
   return f;
 }

@@ -67,6 +67,42 @@ def test_slices_and_ranks(slices, rank, device_and_dtype):
     check_delta(spec.build(), "w13", device, True, False)
 
 
+WIDTHS = {"qkv": (256, 64, 64), "short": (8, 72, 40, 8), "unaligned": (33, 1, 70)}
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "float32"])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("tokens, rank", [(3, 16), (70, 24), (600, 64)])
+def test_slices_of_unequal_widths(widths, tokens, rank, wide, device_and_dtype):
+    """Query, key and value: a dense layer is one expert that all tokens choose."""
+    device, dtype = device_and_dtype
+    spec = Spec(tokens=tokens, experts=1, top_k=1, hidden=96, inter=24, activation="relu2")
+    spec = replace(spec, mix="all_different", ranks=(rank, 3, 8), dtype=dtype)
+    p = replace(spec, slices=len(WIDTHS[widths])).build()
+    make = torch.Generator().manual_seed(tokens)
+    p.w13_lora_b = [
+        (torch.randn(3, 1, n, rank, generator=make) / 8).to(dtype) for n in WIDTHS[widths]
+    ]
+    if wide:
+        p.w13_lora_a, p.w13_lora_b = ([f.float() for f in s] for s in (p.w13_lora_a, p.w13_lora_b))
+    check_delta(p, "w13", device, True, False)
+
+
+def test_unequal_widths_add_up(device_and_dtype):
+    device, dtype = device_and_dtype
+    p = Spec(tokens=4, inter=24, dtype=dtype).build().to(device)
+    arguments = delta_kwargs(p, "w13")
+    arguments["lora_b"] = [arguments["lora_b"][0], arguments["lora_b"][1][:, :, :23].clone()]
+    out = torch.zeros(4, p.topk_ids.size(1), 48, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match="47 in all, expected the 48 of out"):
+        moelora.moe_lora_gate_up_delta(**arguments, out=out)
+    assert moelora.moe_lora_gate_up_delta(**arguments).size(2) == 47
+    arguments["x"] = arguments["x"].clone().requires_grad_()
+    delta = moelora.moe_lora_gate_up_delta(**arguments)
+    with pytest.raises(RuntimeError, match="the columns of the first slice"):
+        delta.sum().backward()
+
+
 def test_down_takes_rows_by_token_and_choice(device_and_dtype):
     device, dtype = device_and_dtype
     p = Spec(tokens=7, top_k=3, dtype=dtype).build().to(device)

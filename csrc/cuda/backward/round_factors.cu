@@ -121,7 +121,8 @@ moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
   for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
     rounded.to.a[i] = take(factors->a[i], routes, factors->max_rank, depth, dtype, arena);
     rounded.to.b[i] =
-        take(factors->b[i], routes, factors->slice_n, factors->max_rank, dtype, arena);
+        take(factors->b[i], routes, moelora_slice_columns(factors, i), factors->max_rank, dtype,
+             arena);
   }
   return rounded;
 }
@@ -136,8 +137,8 @@ extern "C" moelora_status moelora_cuda_round_factors(const moelora_rounded_facto
     for (int32_t i = 0; from.wide && i < from.num_slices; i++) {
       add_factor(&s, from.a[i], to.a[i], routes->num_experts, routes->max_loras, from.max_rank,
                  rounded[p].depth);
-      add_factor(&s, from.b[i], to.b[i], routes->num_experts, routes->max_loras, from.slice_n,
-                 from.max_rank);
+      add_factor(&s, from.b[i], to.b[i], routes->num_experts, routes->max_loras,
+                 moelora_slice_columns(&from, i), from.max_rank);
     }
   }
   if (dtype == MOELORA_BF16)

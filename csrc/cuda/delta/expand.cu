@@ -155,13 +155,12 @@ struct ThinExpandShared {
 
 template <class T, int STEPS>
 __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
-    expand_thin(const __grid_constant__ delta_expand p, int tiles, int slice_tiles, int shares) {
+    expand_thin(const __grid_constant__ delta_expand p, int tiles, int shares) {
   using B = ThinTile<T, STEPS>;
   extern __shared__ __align__(16) char memory[];
   ThinExpandShared &shared = *(ThinExpandShared *)memory;
   const Window<kWindow> &w = shared.window;
   const RowAddresses<kWindow> &addresses = shared.addresses;
-  const int n = (int)p.lora.slice_n;
   bool early = p.after_shrink;
   if (!early)
     begin();
@@ -188,29 +187,32 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
       __syncwarp(); // all lanes have read `next`
       next = {at.work_unit, at.item + 1, 0, at.left - count};
       __syncwarp();
-      int slice = at.tile / slice_tiles;
-      int first = (at.tile - slice * slice_tiles) * B::COLUMNS;
-      const T *factor = nullptr;
-      bool fresh = true;
+      int slice = 0, first = at.tile * B::COLUMNS, n = columns_of_slice(p, 0);
+#pragma unroll 1
+      while (first >= n) { // on to the next slice, which begins with a tile of its own
+        first -= ceil_divide(n, B::COLUMNS) * B::COLUMNS;
+        n = columns_of_slice(p, ++slice);
+      }
+      const T *factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
 #pragma unroll 1
       for (; count > 0; count--) {
-        if (fresh)
-          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
         const int own = B::own_column(first);
         const int64_t stride = p.lora.b[slice].stride_i;
         B b;
         b.load_b(factor, stride, own, n, rank);
         const T *xa = (const T *)p.xa + slice * p.xa_stride[0];
-        b.expand(p, addresses, from, to, rank, own, n, slice * n, [&](int row) {
+        b.expand(p, addresses, from, to, rank, own, n, (int)p.lora.column[slice], [&](int row) {
           if (early)
             begin();
           early = false;
           return xa + addresses.xa[row];
         });
         first += B::COLUMNS;
-        fresh = first >= n;
-        if (fresh)
-          first = 0, slice++;
+        if (first >= n && count > 1) {
+          first = 0;
+          n = columns_of_slice(p, ++slice);
+          factor = factor_row<T>(p.lora.b[slice], w.adapter[from], w.expert[from], 0);
+        }
       }
     }
   }
@@ -241,7 +243,7 @@ moelora_status launch_thin(delta_expand p, const moelora_expand_plan &plan,
   p.rows.window = plan.window;
   return launch_kernel<expand_thin<T, STEPS>>(
       "delta_expand_thin", plan.work, kThinThreads, bytes, exec, p, (int)plan.tiles,
-      (int)plan.tiles / p.lora.num_slices, (int)plan.shares);
+      (int)plan.shares);
 }
 
 } // namespace

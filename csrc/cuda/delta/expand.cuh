@@ -124,6 +124,10 @@ struct TileCoord {
   }
 };
 
+__device__ __forceinline__ int columns_of_slice(const delta_expand &p, int slice) {
+  return (int)(p.lora.column[slice + 1] - p.lora.column[slice]);
+}
+
 /* An item: rows [from, to) of a window, within a segment, and a tile of columns. */
 template <bool SILU> struct ExpandItem {
   static constexpr int SOURCES = SILU ? 2 : 1; // gate and up may read different slices of xa
@@ -137,14 +141,15 @@ template <bool SILU> struct ExpandItem {
     const int segment = w.segment_of(at.part);
     from = w.low[segment] + (at.part - w.first[segment]) * part;
     to = min(from + part, w.high[segment]);
-    const int n = (int)p.lora.slice_n, slices = p.lora.num_slices;
+    const int slices = p.lora.num_slices;
+    constexpr int COLUMNS = SILU ? kGroup : 2 * kGroup;
+    int n = columns_of_slice(p, 0);
     // one slice holds gate and up, or the first half of the slices is gate
-    const int width = SILU && slices == 1 ? n / 2 : n;
-    const int columns = SILU ? kGroup : 2 * kGroup, tiles = (width + columns - 1) / columns;
+    int width = SILU && slices == 1 ? n / 2 : n;
     slice[0] = 0;
-    while (at.tile >= tiles)
-      at.tile -= tiles, slice[0]++;
-    first[0] = at.tile * columns;
+    for (int tiles; at.tile >= (tiles = ceil_divide(width, COLUMNS)); at.tile -= tiles)
+      width = n = columns_of_slice(p, ++slice[0]);
+    first[0] = at.tile * COLUMNS;
     first[1] = first[0] + kGroup;
     end[0] = width;
     if constexpr (SILU) {
@@ -248,7 +253,7 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
   /* Return the first of the 8 columns of group `g` that a lane stores, and how many are valid. */
   static __device__ __forceinline__ int out_column(const delta_expand &p,
                                                    const ExpandItem<SILU> &item, int g) {
-    return item.slice[0] * (int)p.lora.slice_n + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
+    return (int)p.lora.column[item.slice[0]] + item.first[0] + g * kGroup + threadIdx.x % 4 * 8;
   }
   static __device__ __forceinline__ int out_count(const ExpandItem<SILU> &item, int g) {
     return item.end[0] - item.first[0] - g * kGroup - threadIdx.x % 4 * 8;

@@ -23,6 +23,10 @@ static inline __host__ __device__ moelora_divisor moelora_divisor_of(uint32_t va
 }
 
 #ifdef __CUDACC__
+static __host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
+  return (a + b - 1) / b;
+}
+
 static __device__ __forceinline__ uint32_t divide(uint32_t n, const moelora_divisor &d) {
   return (__umulhi(n, d.magic) + n) >> d.shift;
 }

@@ -58,10 +58,6 @@ __device__ __forceinline__ float scaling_of(const moelora_shrink_launch &s, int 
   return s.scalings ? s.unit * s.scalings[packed / kRanks] : s.unit;
 }
 
-__host__ __device__ __forceinline__ int ceil_divide(int a, int b) {
-  return (a + b - 1) / b;
-}
-
 #if __CUDA_ARCH__ >= 900
 constexpr bool kAnyOrder = true;
 #else
