@@ -20,7 +20,17 @@ def sources(request):
     return Sources(request.param)
 
 
-PARTS = "LAYERS", "BATCHED", "DELTAS", "CONFIGS", "QUANTIZED", "SHARED", "TRAVEL", "UPDATES"
+PARTS = (
+    "LAYERS",
+    "BATCHED",
+    "DELTAS",
+    "LINEAR",
+    "CONFIGS",
+    "QUANTIZED",
+    "SHARED",
+    "TRAVEL",
+    "UPDATES",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -50,6 +50,7 @@ class VLLM:
         self.interface = load(f"{HERE}.interface")
         self.own_calls = 0
         parts = self.interface.LAYERS, self.interface.BATCHED, self.interface.DELTAS
+        parts += (self.interface.LINEAR,)
         self.methods = {n: f.needed for n, f in load(f"{HERE}.formats").FORMATS.items()}
         parts += (*self.methods.values(),)
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):

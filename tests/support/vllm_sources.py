@@ -56,7 +56,8 @@ class Sources:
             optional.add(placed[0])  # bound
         required = {name: name not in optional for name in placed}
         keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-        return required | {p.arg: default is None for p, default in keywords}
+        variadic = {p.arg: False for p in (a.vararg, a.kwarg) if p is not None}
+        return required | {p.arg: default is None for p, default in keywords} | variadic
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
         """Where a class or function is defined that `module` has under a name."""

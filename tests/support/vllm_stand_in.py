@@ -340,8 +340,73 @@ class LoRAKernelMeta:
         ids = token_lora_mapping.unique()
         self.active_lora_ids[: ids.size(0)].copy_(ids)
 
+    def meta_args(self, token_nums, specialize_active_lora):
+        """Fewer than the engine's, for functions that a test replaces."""
+        mapping = self.token_lora_mapping[:token_nums]
+        return mapping, self.active_lora_ids, self.no_lora_flag_cpu
+
+
+class BaseLinearLayerWithLoRA(torch.nn.Module):
+    tp_size = 1
+
+    def create_lora_weights(self, max_loras, lora_config, model_config=None):
+        r, like = lora_config.max_lora_rank, {"dtype": lora_config.lora_dtype}
+        like["device"] = self.device
+        widths = self.output_slices
+        self.lora_a_stacked = tuple(
+            torch.zeros(max_loras, 1, r, self.input_size, **like) for _ in widths
+        )
+        self.lora_b_stacked = tuple(torch.zeros(max_loras, 1, n, r, **like) for n in widths)
+
+    def reset_lora(self, index):
+        for stack in (*self.lora_a_stacked, *self.lora_b_stacked):
+            stack[index] = 0
+
+    def set_lora(self, index, lora_a, lora_b):
+        self._fill(index, [lora_a], [lora_b])
+
+    def _fill(self, index, lora_a, lora_b):
+        self.reset_lora(index)
+        stacks = *self.lora_a_stacked, *self.lora_b_stacked
+        for stack, factor in zip(stacks, (*lora_a, *lora_b), strict=True):
+            if factor is not None:
+                stack[index, 0, : factor.shape[0], : factor.shape[1]].copy_(factor)
+
+    def _apply_lora_to_output(self, x, output):
+        stacks = self.lora_a_stacked, self.lora_b_stacked
+        self.punica_wrapper.add_lora_linear(output, x, *stacks, 1.0, self.output_slices)
+        return output
+
+
+class MergedColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
+    def create_lora_weights(self, max_loras, lora_config, model_config=None):
+        super().create_lora_weights(max_loras, lora_config, model_config)
+
+    def set_lora(self, index, lora_a, lora_b):
+        self._fill(index, lora_a, lora_b)
+
+
+class MergedColumnParallelLinearWithShardedLoRA(MergedColumnParallelLinearWithLoRA):
+    pass
+
+
+class LogitsProcessorWithLoRA(torch.nn.Module):
+    create_lora_weights = takes(
+        "self max_loras lora_config model_config", lora_config=None, model_config=None
+    )
+    set_lora = takes("self index lora_a lora_b")
+    reset_lora = takes("self index")
+
 
 class PunicaWrapperGPU:
+    add_lora_linear = takes(
+        "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs",
+        buffer=None,
+        kwargs=None,
+    )
+    add_lora_logits = takes(
+        "self y x lora_a_stacked lora_b_stacked scale buffer kwargs", buffer=None, kwargs=None
+    )
     add_lora_w13 = takes(
         "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens "
         "top_k_num max_loras adapter_enabled local_num_experts top_k num_slices fully_sharded "
@@ -378,6 +443,16 @@ def get_current_vllm_config_or_none():
     return None
 
 
+def aot_compile_hash_factors(vllm_config):
+    return ["vllm"]
+
+
+_MAPPED = (
+    "token_lora_mapping token_indices_sorted_by_lora_ids num_tokens_per_lora lora_token_start_loc "
+    "lora_ids no_lora_flag_cpu num_active_loras"
+)
+_lora_shrink = takes(f"inputs lora_a_weights output_tensor {_MAPPED} scaling")
+_lora_expand = takes(f"inputs lora_b_weights output_tensor {_MAPPED} offset_start add_inputs")
 tensor_model_parallel_all_gather = takes("input_ dim", dim=-1)
 tensor_model_parallel_all_reduce = tensor_model_parallel_all_gather
 
@@ -398,10 +473,19 @@ PLACES = {
     f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
     f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
     f"{_MOE}.prepare_finalize.naive_dp_ep": ["MoEPrepareAndFinalizeNaiveDPEPModular"],
+    "vllm.compilation.caching": ["aot_compile_hash_factors"],
     "vllm.config": ["get_current_vllm_config_or_none"],
     "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
+    "vllm.lora.layers.base_linear": ["BaseLinearLayerWithLoRA"],
+    "vllm.lora.layers.column_parallel_linear": [
+        "MergedColumnParallelLinearWithLoRA",
+        "MergedColumnParallelLinearWithShardedLoRA",
+    ],
+    "vllm.lora.layers.logits_processor": ["LogitsProcessorWithLoRA"],
     "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
     "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
+    "vllm.lora.ops.triton_ops.lora_shrink_op": ["_lora_shrink"],
+    "vllm.lora.ops.triton_ops.lora_expand_op": ["_lora_expand"],
     "vllm.lora.peft_helper": ["PEFTHelper"],
     "vllm.lora.punica_wrapper.punica_gpu": ["PunicaWrapperGPU"],
 }

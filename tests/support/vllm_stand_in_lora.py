@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from vllm_stand_in import FusedMoEWithLoRA, PEFTHelper
+from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, PEFTHelper
 
 E, K, I, R = 4, 16, 8, 8  # noqa: E741
 LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(2)]
@@ -72,22 +72,19 @@ class LoRAModel:
         raise FileNotFoundError(f"{lora_dir} doesn't contain tensors")
 
 
-class LinearWithLoRA(torch.nn.Module):
-    tp_size = 1
+LORA_CONFIG = SimpleNamespace(
+    fully_sharded_loras=False,
+    enable_moe_shared_loras=False,
+    max_lora_rank=R,
+    lora_dtype=torch.float32,
+)
 
-    def __init__(self, slots):
-        super().__init__()
-        self.lora_a_stacked = (torch.zeros(slots, 1, R, K),)
-        self.lora_b_stacked = (torch.zeros(slots, 1, K, R),)
 
-    def reset_lora(self, index):
-        self.lora_a_stacked[0][index] = 0
-        self.lora_b_stacked[0][index] = 0
-
-    def set_lora(self, index, lora_a, lora_b):
-        self.reset_lora(index)
-        self.lora_a_stacked[0][index, 0, : lora_a.shape[0], : lora_a.shape[1]].copy_(lora_a)
-        self.lora_b_stacked[0][index, 0, : lora_b.shape[0], : lora_b.shape[1]].copy_(lora_b)
+def linear(slots):
+    module = BaseLinearLayerWithLoRA()
+    module.device, module.input_size, module.output_slices = "cpu", K, (K,)
+    module.create_lora_weights(slots, LORA_CONFIG)
+    return module
 
 
 def experts(slots):
@@ -96,13 +93,7 @@ def experts(slots):
     module.moe_config = SimpleNamespace(
         num_local_experts=E, hidden_dim=K, intermediate_size_per_partition=I
     )
-    config = SimpleNamespace(
-        fully_sharded_loras=False,
-        enable_moe_shared_loras=False,
-        max_lora_rank=R,
-        lora_dtype=torch.float32,
-    )
-    module.create_lora_weights(slots, config)
+    module.create_lora_weights(slots, LORA_CONFIG)
     return module
 
 
@@ -111,7 +102,7 @@ class LoRAModelManager:
         self.lora_config = lora_config
         self.capacity, self.lora_slots = lora_config.max_cpu_loras, lora_config.max_loras
         self.modules = {name: experts(self.lora_slots) for name in LAYERS}
-        self.modules[LINEAR] = LinearWithLoRA(self.lora_slots)
+        self.modules[LINEAR] = linear(self.lora_slots)
         self.model = torch.nn.ModuleList(self.modules.values())
         self._registered_adapters, self._active_adapters = OrderedDict(), OrderedDict()
         self.lora_index_to_id = [None] * self.lora_slots

@@ -9,6 +9,7 @@ __all__ = [
     "CONFIGS",
     "DELTAS",
     "LAYERS",
+    "LINEAR",
     "QUANTIZED",
     "SHARED",
     "TRAVEL",
@@ -106,6 +107,55 @@ DELTAS = Interface(
             "tensor_model_parallel_all_reduce": "input_",
         },
     },
+)
+
+_CREATE, _SET = "self max_loras lora_config model_config", "self index lora_a lora_b"
+_MAPPED = (
+    "token_lora_mapping token_indices_sorted_by_lora_ids num_tokens_per_lora lora_token_start_loc "
+    "lora_ids no_lora_flag_cpu num_active_loras"
+)
+
+# Adapters of linear layers.
+LINEAR = Interface(
+    replaced={
+        "vllm.compilation.caching": {"aot_compile_hash_factors": "vllm_config"},
+        "vllm.lora.layers.base_linear": {
+            "BaseLinearLayerWithLoRA.create_lora_weights": _CREATE,
+            "BaseLinearLayerWithLoRA.set_lora": _SET,
+            "BaseLinearLayerWithLoRA.reset_lora": "self index",
+        },
+        "vllm.lora.layers.column_parallel_linear": {
+            "MergedColumnParallelLinearWithLoRA.create_lora_weights": _CREATE,
+            "MergedColumnParallelLinearWithLoRA.set_lora": _SET,
+        },
+        "vllm.lora.layers.logits_processor": {
+            "LogitsProcessorWithLoRA.create_lora_weights": _CREATE,
+            "LogitsProcessorWithLoRA.set_lora": _SET,
+            "LogitsProcessorWithLoRA.reset_lora": "self index",
+        },
+        "vllm.lora.punica_wrapper.punica_gpu": {
+            "PunicaWrapperGPU.add_lora_linear": (
+                "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
+            ),
+            "PunicaWrapperGPU.add_lora_logits": (
+                "self y x lora_a_stacked lora_b_stacked scale buffer kwargs"
+            ),
+        },
+    },
+    called={
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
+            "LoRAKernelMeta.meta_args": "self token_nums specialize_active_lora",
+        },
+        "vllm.lora.ops.triton_ops.lora_shrink_op": {
+            "_lora_shrink": f"inputs lora_a_weights output_tensor {_MAPPED} scaling",
+        },
+        "vllm.lora.ops.triton_ops.lora_expand_op": {
+            "_lora_expand": (
+                f"inputs lora_b_weights output_tensor {_MAPPED} offset_start add_inputs"
+            ),
+        },
+    },
+    fields=LAYERS.fields,
 )
 
 # Where adapter configurations are loaded.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moelora.integrations import switched_off
 from moelora.integrations.report import Part, Report, part
-from moelora.integrations.vllm import SWITCH, interface, problem_here
+from moelora.integrations.vllm import SWITCH, interface, linear, problem_here
 from moelora.integrations.vllm.formats import FORMATS
 
 
@@ -23,7 +24,13 @@ def parts() -> list[Part]:
             one = replace(one, runs="own", why=quantized)
         found.append(one)
     adapters = part("adapters of layers that stay with vLLM", "PunicaWrapperGPU", interface.DELTAS)
-    return [*found, adapters]
+    return [*found, adapters, linear_adapters()]
+
+
+def linear_adapters() -> Part:
+    one = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
+    said = switched_off(linear.SWITCH)
+    return replace(one, runs="own", why=said) if said else one
 
 
 REPORT = Report(
