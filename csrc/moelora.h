@@ -119,8 +119,8 @@ typedef struct moelora_call {
 moelora_status moelora_run(const moelora_call *call, const moelora_exec *exec);
 
 /* Stacked LoRA factors of a projection. Slice i covers output columns [i*N, (i+1)*N) in memory
- * order; `num_slices == 0`: the projection has no adapters. An expert dimension of 1 means that
- * all experts share the factor. */
+ * order; in a delta by routing, N may differ between slices; `num_slices == 0`: the projection has
+ * no adapters. An expert dimension of 1 means that all experts share the factor. */
 typedef struct moelora_lora {
   int32_t num_slices;
   moelora_tensor a[MOELORA_MAX_SLICES]; /* each [max_loras, E or 1, R, K] */

@@ -68,7 +68,7 @@ typedef struct moelora_factors {
   int32_t max_rank;   /* R */
   int64_t slice_n;    /* output columns of one slice; of the widest, if a delta's differ */
   int64_t column[MOELORA_MAX_SLICES + 1]; /* first output column of each slice; then their number */
-  bool wide;          /* float32, to be rounded to the 16-bit compute dtype first */
+  bool wide; /* float32, to be rounded to the 16-bit compute dtype first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, columns of the slice, R] */
 } moelora_factors;

@@ -79,7 +79,7 @@ static void test_delta(uint64_t number) {
   const moelora_dtype of_factors = lists || random_in(0, 3) ? dtype : MOELORA_F32;
   const int32_t slices = silu ? (int32_t)random_in(1, 2) : (int32_t)random_in(1, 4);
   const int64_t n = 2 * slices * ONE_OF(random_in(1, 64), 8 * random_in(1, 10), 32);
-  const int64_t columns = silu ? n / 2 : n;
+  int64_t columns = silu ? n / 2 : n;
   moelora_delta_args args = {
       .num_experts = (int32_t)s.experts,
       .x = random_tensor(dtype, 1, SIZES(maybe() ? s.tokens * s.top_k : s.tokens, s.hidden)),
@@ -93,16 +93,25 @@ static void test_delta(uint64_t number) {
       .num_tokens = s.tokens,
       .top_k = (int32_t)s.top_k,
   };
-  const int64_t width = args.out_offset + columns + (silu ? 0 : ONE_OF(0, random_in(0, 3), 8));
+  const bool uneven = !lists && !silu && slices > 1 && maybe();
+  if (uneven) {
+    const int64_t *size = args.lora.b[0].size, more = ONE_OF(8, random_in(1, 70), 64);
+    columns += more;
+    args.out_offset = 0;
+    args.lora.b[0] = random_tensor(of_factors, 1 / sqrt((double)size[3]),
+                                   SIZES(size[0], size[1], size[2] + more, size[3]));
+  }
+  const int64_t width =
+      args.out_offset + columns + (silu || uneven ? 0 : ONE_OF(0, random_in(0, 3), 8));
   args.out = summed && !silu ? random_tensor(dtype, 1, SIZES(s.tokens, width))
                              : random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, width));
   const int64_t rank = args.lora.a[0].size[2];
   snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d of %s%s%s%s",
+           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d of %s%s%s%s%s",
            (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
            (long long)s.experts, (long long)s.hidden, (long long)n, (long long)rank, slices,
            dtype_name(of_factors), summed ? " summed" : "", silu ? " silu" : "",
-           lists ? " lists" : "");
+           lists ? " lists" : "", uneven ? " uneven" : "");
   moelora_force_variant(NULL);
   if (lists) {
     const int32_t block = (int32_t)ONE_OF(16, 32, 64);
@@ -178,7 +187,7 @@ static void test_delta(uint64_t number) {
     same_rows(&some.out, &args.out, t.first);
   }
   /* both halves, through the caller's h */
-  if (!silu && of_factors == dtype && maybe()) {
+  if (!silu && !uneven && of_factors == dtype && maybe()) {
     moelora_delta_args half = args;
     half.h = new_tensor(dtype, SIZES(slices, s.tokens, s.top_k, rank));
     memset(half.h.data, 0, (size_t)count_of(&half.h) * 2);

@@ -270,6 +270,22 @@ def test_kernels_of_adapters_alone(tokens, rank):
     assert strip(words) == DELTAS[tokens, rank]
 
 
+DENSE = {
+    (1, 16): "route - windows_48x16x8_sm80 thin_64x16_sm80 1",
+    (64, 64): "grouped - windows_48x16x8_sm80 thin_32x64_sm80 1",
+    (256, 16): "grouped - windows_48x16x8_sm80 64x16_sm80 1",
+    (8192, 64): "sorted sort_i32_16384_sm80 segments_160x64_sm90 64x64_sm80 1",
+}
+
+
+@pytest.mark.parametrize("tokens, rank", DENSE)
+def test_kernels_of_the_adapters_of_a_dense_layer(tokens, rank):
+    """One expert that all tokens choose: few long segments, which CTAs share."""
+    shape = {"experts": 1, "top_k": 1, "hidden": 4096, "inter": 2048}
+    words = answer(("cuda", 90), "delta", tokens=tokens, rank=rank, **shape)
+    assert strip(words) == DENSE[tokens, rank]
+
+
 ORDER = 0  # of the words of a delta
 
 

@@ -120,9 +120,8 @@ moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
   rounded.to.wide = false;
   for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
     rounded.to.a[i] = take(factors->a[i], routes, factors->max_rank, depth, dtype, arena);
-    rounded.to.b[i] =
-        take(factors->b[i], routes, moelora_slice_columns(factors, i), factors->max_rank, dtype,
-             arena);
+    rounded.to.b[i] = take(factors->b[i], routes, moelora_slice_columns(factors, i),
+                           factors->max_rank, dtype, arena);
   }
   return rounded;
 }

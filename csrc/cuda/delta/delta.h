@@ -33,7 +33,7 @@ typedef struct delta_shrink {
   int64_t xa_stride[3]; /* slice, token, choice */
 } delta_shrink;
 
-/* z[p] = xa[p, slice] B[l, e]^T from the first column of the slice on; then silu, weight, addition. */
+/* z[p] = xa[p, slice] B[l, e]^T from the first column of its slice; then silu, weight, addition. */
 typedef struct delta_expand {
   delta_rows rows;
   const void *xa;

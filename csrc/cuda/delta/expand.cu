@@ -241,9 +241,8 @@ moelora_status launch_thin(delta_expand p, const moelora_expand_plan &plan,
   constexpr size_t bytes = sizeof(ThinExpandShared);
   static_assert(bytes <= kPortableShared, "a CTA's shared memory");
   p.rows.window = plan.window;
-  return launch_kernel<expand_thin<T, STEPS>>(
-      "delta_expand_thin", plan.work, kThinThreads, bytes, exec, p, (int)plan.tiles,
-      (int)plan.shares);
+  return launch_kernel<expand_thin<T, STEPS>>("delta_expand_thin", plan.work, kThinThreads, bytes,
+                                              exec, p, (int)plan.tiles, (int)plan.shares);
 }
 
 } // namespace
