@@ -6,10 +6,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 from conftest import needs_gpu
 
 import moelora
-from benchmarks import grouped_mm, layer, qlora_step, tables, training
+from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, training
 from benchmarks.compare import bits, machine_code
 from benchmarks.compare.__main__ import COMMANDS
 from moelora import _C
@@ -62,6 +63,13 @@ SCRIPTS = [  # module, words, fields of its cases, their values
         "what mode rows",
         [(what, "eager", 4) for what in ("base", "mixed", "peft")],
         marks=pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+    ),
+    pytest.param(
+        "benchmarks.linear_delta",
+        "--tokens 3 --ranks 16 --budget-ms 0",
+        "layer tokens rank used",
+        [(layer, 3, 16, used) for layer in ("qkv_proj", "o_proj") for used in (16, 0)],
+        marks=gpu,
     ),
     pytest.param(
         "benchmarks.training",
@@ -239,3 +247,19 @@ def test_the_yardstick_of_training_has_the_same_gradients():
     for ours, theirs in zip(*found, strict=True):
         ours, theirs = ours.detach().float(), theirs.detach().float()
         assert (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
+
+
+def test_a_linear_layer_adds_what_a_loop_adds():
+    case = linear_delta.batch("qkv_proj", 6, 16, 5, 2, "cpu")
+    ids, ranks = torch.zeros((1, 1), dtype=torch.int32), torch.full((2,), 5, dtype=torch.int32)
+
+    def loop(b):
+        for x, y, slot in zip(b.x, b.y, b.mapping.tolist(), strict=True):
+            stacks = zip(b.a, b.b, strict=True)
+            y += torch.cat([expand[slot, 0] @ (shrink[slot, 0] @ x) for shrink, expand in stacks])
+        return b.y
+
+    def ours(b):
+        return linear_delta.ours(b, ids.expand(6, 1), ranks)
+
+    assert 0 < linear_delta.difference([case], ours, loop) < 0.05
