@@ -272,7 +272,7 @@ def test_kernels_of_adapters_alone(tokens, rank):
 
 DENSE = {
     (1, 16): "route - windows_48x16x8_sm80 thin_64x16_sm80 1",
-    (64, 64): "grouped - windows_48x16x8_sm80 thin_32x64_sm80 1",
+    (64, 64): "grouped - windows_48x16x8_sm80 64x64_sm80 1",
     (256, 16): "grouped - windows_48x16x8_sm80 64x16_sm80 1",
     (8192, 64): "sorted sort_i32_16384_sm80 segments_160x64_sm90 64x64_sm80 1",
 }
