@@ -32,8 +32,8 @@ static void draw_sizes(void) {
     size[i] = random_in(1, 5);
   size[M] = random_in(0, 9);
   size[TOP_K] = one_in(4) ? 1 : random_in(1, 3);
-  size[K] = one_in(4) ? 64 : random_in(1, 24);
-  size[I] = one_in(4) ? 64 : random_in(1, 24);
+  size[K] = one_in(3) ? 64 : random_in(1, 24);
+  size[I] = one_in(3) ? 64 : random_in(1, 24);
   size[SLICES] = random_in(1, 3);
   size[N] = size[COLUMNS] = size[I] * size[SLICES];
   size[R] = size[R13] = size[R2] = random_in(1, 9);
@@ -220,7 +220,8 @@ static moelora_tensor any_weights(int64_t n, int64_t k, moelora_row_order order,
                ? shaped(compute, SIZES(e, n / 64, k / 64, 64, 64))
                : shaped(compute, SIZES(e, n, k));
   *layout = (moelora_layout){
-      .format = (moelora_format)random_in(1, MOELORA_FORMATS - 1),
+      .format = one_in(2) ? (moelora_format)random_in(MOELORA_FP8, MOELORA_FP8_ROWS) /* any k */
+                          : (moelora_format)random_in(1, MOELORA_FORMATS - 1),
       .order = one_in(10) ? (moelora_row_order)random_in(-1, 3) : order,
       .rows = one_in(20) ? any_size() : n,
   };
