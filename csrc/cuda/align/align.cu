@@ -1,8 +1,8 @@
-/* Host side of alignment: launches of the sorts, and their workspace. If UNIFORM mode needs two
- * sorts, an additional launch pads the blocks.
+/* Lays out the workspace of an alignment and launches its sorts. If UNIFORM mode needs two sorts,
+ * an additional launch pads the blocks.
  *
  * All sorts use resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids.
- * A launch overlaps the previous one by programmatic dependent launch where the GPU supports it. */
+ * A sort of routes that are already resolved overlaps the previous launch (PDL). */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
 #include "cuda/variant_ids.h"
@@ -123,7 +123,8 @@ static void apply_blocks(align_sort *sort, const moelora_blocks *blocks) {
   sort->num_counters = blocks->num_counters;
 }
 
-/* Resolves the routes `from`, unless NULL: by a separate launch if `resolves`, else in the sort. */
+/* Sorts. Unless `from` is NULL, first resolves it: by a separate launch if `resolves`, otherwise in
+ * the launch of the sort. */
 static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &plan,
                                const moelora_routes *from, bool resolves,
                                const moelora_exec *exec) {

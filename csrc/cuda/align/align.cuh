@@ -1,24 +1,24 @@
 /* Alignment on the GPU: a stable counting sort of items by key, with a padded layout.
  *
- * Items are routed rows (for huge key spaces, tokens are sorted first). The key of an item is
+ * Items are routed rows or, in the first of two sorts for huge key spaces, tokens. A key is
  *   expert * adapter_keys + adapter + 1
- * where either part may be absent, or -1 if the item is skipped. `ways` consecutive keys form a
- * group, and each group is padded to whole blocks:
+ * with expert 0 unless by_expert, and adapter -1 unless by_adapter. Key -1 means that the item is
+ * skipped. `ways` consecutive keys form a group, and each group is padded to whole blocks:
  *   BASE, SORTING  key = expert             ways = 1
  *   UNIFORM        key = (expert, adapter)  ways = 1
  *   SEGMENTED      key = (expert, adapter)  ways = adapter_keys: a group is an expert
  *
- * Group g starts at block b[g] = sum of ceil(items / block_size) over the previous groups. The i-th
- * item of key k, in item order, is placed at b[g] * block_size + (items of g with smaller keys) +
- * i, unless `grain` spreads the items of g over its blocks. A CTA owns a chunk of consecutive
- * items. From the number of items of each key before its chunk (`before`) and in total (`total`) it
+ * Group g starts at block b[g], the sum of blocks_of() over the previous groups. The i-th item of
+ * key k, in item order, is placed at b[g] * block_size + (items of g with smaller keys) + i, unless
+ * `grain` spreads the items of g over its blocks. A CTA places a chunk of consecutive items. From
+ * the number of items of each key before its chunk (`before`) and from there on (`total`) it
  * computes the rest itself, so that CTAs need no communication, no state has to be reset, and the
  * order is deterministic. Each CTA writes its own items and its share of padding, block ids and the
  * unused tail.
  *
  * align/tiny.cu: each item is compared with all others; one launch, no bins. align/small.cu: each
- * CTA reads all items and counts them itself; one launch. align/large.cu: a first launch counts
- * each chunk, a second one sums the counts and places the items. */
+ * CTA reads all items and counts them itself; one launch. align/large.cu: a first launch counts the
+ * items of several chunks per CTA, a second one sums the counts and places the items. */
 #ifndef MOELORA_CUDA_ALIGN_CUH
 #define MOELORA_CUDA_ALIGN_CUH
 
@@ -417,8 +417,7 @@ static __device__ __forceinline__ void clear_bins(const align_sort &s, const ali
     shared.local[threadIdx.x] = 0;
 }
 
-/* Zeroes the caller's buffer in the CTAs after the chunks, with 16-byte stores except at its
- * ends. */
+/* Zeroes the caller's buffer in the CTAs after the chunks; 16-byte stores except at its ends. */
 static __device__ __forceinline__ void write_zeros(const align_sort &s) {
   wait_for_previous_kernel();
   start_next_kernel();

@@ -7,8 +7,8 @@
 #include "cuda/launch/launch.h"
 
 constexpr int ALIGN_THREADS = MOELORA_SORT_THREADS;
-/* Number of items that are ranked by pairwise comparison: at most 255, so that a count fits a byte,
- * and few enough that the comparisons take no longer than a barrier. */
+/* Items per CTA of a small sort, and per thread group of a large one: at most 255, so that a count
+ * fits a byte, and few enough that comparing their keys takes no longer than a barrier. */
 constexpr int ALIGN_GROUP = MOELORA_SORT_GROUP;
 /* Largest number of items for which each is compared with all others. */
 constexpr int ALIGN_TINY_ITEMS = 64;
@@ -21,7 +21,7 @@ struct align_sort {
   uint32_t num_items;
   bool by_expert, by_adapter; /* components of a key */
   bool emit_tokens;           /* sorted_ids are tokens instead of rows */
-  bool empty_blocks;          /* experts without items get a block */
+  bool empty_blocks;          /* local experts without items get a block */
   int32_t grain;    /* distribute a group's items evenly over its blocks, in multiples of `grain`, a
                        power of 2; 0: fill blocks in order */
   uint32_t cluster; /* 2: each group has an even number of blocks */
@@ -46,7 +46,7 @@ struct align_sort {
   int32_t *block_pairs;      /* [max_blocks] as in moelora_blocks */
   int32_t *row_loras;        /* [max_blocks * block_size] */
   bool packs_ranks;          /* row_loras are packed ranks */
-  moelora_segment *segments; /* [num_keys]; only if a group has several keys */
+  moelora_segment *segments; /* [num_keys]; NULL unless groups have several keys */
   int32_t *positions;        /* [P] position of each flat row, -1 if skipped */
   float *sorted_weights;     /* [max_blocks * block_size] */
   int32_t *num_post;         /* [1] */
@@ -66,7 +66,7 @@ struct align_pad {
   align_sort out;                        /* block size and outputs */
 };
 
-/* Resolves the routes `from` first, after the previous kernel has completed, unless NULL. */
+/* Unless `from` is NULL, first resolves it to sort.routes, after the previous kernel completed. */
 moelora_status align_launch_tiny(const align_sort &sort, const moelora_routes *from,
                                  const moelora_exec *exec);
 /* The suffix is the number of loads in flight per thread. */

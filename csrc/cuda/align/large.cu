@@ -18,7 +18,7 @@
 constexpr int BATCH = 4;
 constexpr int TABLE_BATCH = 16;
 
-/* Calls add(key) for items `begin` to `end`. */
+/* Calls add(key) for the items in [begin, end) that are not skipped. */
 template <class Add>
 static __device__ __forceinline__ void for_each_key(const align_sort &s, uint32_t begin,
                                                     uint32_t end, Add add) {
@@ -138,7 +138,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
-  /* ids are complete once this kernel may start; `order` must be waited for */
+  /* ids are complete once this kernel may start; for `order`, wait */
   if (s.order)
     wait_for_previous_kernel();
   int32_t key[1];

@@ -1,8 +1,8 @@
 /* vLLM's alignment: a list of blocks per adapter, from rows sorted by expert, then adapter.
  *
- * One CTA, or several if the list is long, processes a list. Each CTA finds where the list's pairs
- * start in the sorted rows and computes the whole layout, then writes its share of the blocks and
- * of the padding. */
+ * One CTA, or several if the list is long, processes a list. Each CTA finds where the rows of each
+ * expert with the list's adapter (a pair) start and computes the whole layout, then writes its
+ * share of the blocks and of the padding. */
 #include "cuda/align/align.cuh"
 #include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"

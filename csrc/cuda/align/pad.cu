@@ -1,9 +1,9 @@
 /* Pads sorted rows into blocks of one (expert, adapter) pair each: the last step of UNIFORM
  * alignment if there are too many pairs to count in shared memory.
  *
- * A single CTA processes the rows in tiles. A segment is a run of rows of one pair. Row i of a
- * segment that begins at row f opens a block if (i - f) % block_size == 0. A row is in the block
- * that was opened last. The work is linear in rows: two scans per tile, no atomics. */
+ * A single CTA processes the rows in tiles. A segment is a run of rows of one pair. If row i is in
+ * a segment that begins at row f, it opens a block if (i - f) % block_size == 0. A row is in the
+ * block that was opened last. The work is linear in rows: two scans per tile, no atomics. */
 #include "cuda/align/align.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 

@@ -60,8 +60,7 @@ static __device__ __forceinline__ void resolve_others(const ResolveParams &p, in
   }
 }
 
-/* Describes the copy from the caller's routes and lists to those in the workspace. Lists may be
- * NULL. */
+/* Describes the copy of the caller's routes, and of lists unless NULL, to the workspace. */
 ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes *to,
                                const moelora_list_blocks *from_lists,
                                const moelora_list_blocks *to_lists);

@@ -1,5 +1,5 @@
-/* Sorts up to a few thousand items in one launch. Each CTA reads all items, which is faster than a
- * second launch or a grid-wide barrier, and places ALIGN_GROUP of them:
+/* Sorts thousands of items in one launch. Each CTA reads all items, which is faster than a second
+ * launch or a grid-wide barrier, and places ALIGN_GROUP of them, its chunk:
  *   before[k], total[k]   number of items of key k before the chunk, and from its start on
  *   in_warp[k]            number of items of key k, one byte per warp of the chunk
  * Counts are integer sums in shared memory, so that the order of additions does not matter. */

@@ -21,7 +21,7 @@ struct tiny_shared {
   int32_t expert[ALIGN_TINY_ITEMS], adapter[ALIGN_TINY_ITEMS]; /* of rows and tokens, resolved */
 };
 
-/* Resolves the caller's tables. Separate threads do rows, tokens and the other tables. */
+/* Resolves the caller's tables. Separate threads handle rows, tokens and the other tables. */
 static __device__ __forceinline__ void resolve(const align_sort &s, const ResolveParams &tables,
                                                tiny_shared &shared) {
   constexpr int32_t EACH = ALIGN_TINY_ITEMS;
@@ -38,7 +38,7 @@ static __device__ __forceinline__ void resolve(const align_sort &s, const Resolv
   }
 }
 
-/* Returns the key of an item from shared memory; load_keys() loads it from global memory. */
+/* Returns the key of an item, as load_keys(), but from ids in shared memory. */
 static __device__ __forceinline__ int32_t resolved_key(const align_sort &s,
                                                        const tiny_shared &shared, int32_t item) {
   if (item >= (int32_t)s.num_items || shared.expert[item] < 0)

@@ -1,4 +1,4 @@
-/* The backward of a layer: sequence of launches and workspace.
+/* Launches the backward of a layer, in its workspace:
  *
  *   [round factors], resolve, align, [weigh x], [list rows of gradients],
  *   shrink by B2, v = dout W2 + yb2 A2 with the gradient of the activation,
@@ -20,7 +20,7 @@ namespace {
 struct BackwardLayout {
   moelora_rounded_factors rounded[2]; // of w13, of w2
   Alignment alignment;
-  moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
+  moelora_gradient_rows rows; // only if gradients of factors are requested
   void *x;                    // [M, K] times routing weights
   void *yb2, *yb13;           // [position, slices, padded rank]
   void *dgu;                  // [P, N], in the memory of gate_up if that may be overwritten
@@ -47,7 +47,6 @@ SummedGradients summed(const moelora_experts_backward_problem *b) {
   return s;
 }
 
-/* Adds the products that compute gradients of the factors of w13. */
 void add_gradients_of_w13(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
                           const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -79,7 +78,6 @@ void add_gradients_of_w13(moelora_gradients_launch *g, const moelora_experts_bac
   }
 }
 
-/* Adds the products that compute gradients of the factors of w2. */
 void add_gradients_of_w2(moelora_gradients_launch *g, const moelora_experts_backward_problem *b,
                          const BackwardLayout *l) {
   const moelora_experts_problem *p = &b->forward;
@@ -170,7 +168,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
 
 /* ---- steps ---- */
 
-/* Computes yb2, then v, fused with those of h, dgu and dt that are needed. */
+/* Computes yb2, then the product v, whose epilogue writes dgu, dt and, if needed, h. */
 moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_backward_plan *plan, const BackwardLayout *l,
                                const moelora_exec *exec) {

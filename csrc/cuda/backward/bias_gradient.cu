@@ -1,4 +1,4 @@
-/* Gradients of biases: bias[e] (+)= sum over the rows of expert e, including base rows.
+/* Gradients of biases: bias[e] (+)= sum over all rows of expert e, with and without adapters.
  *
  * A CTA sums kColumns columns of one expert with 16 teams (`lane`) of 16 threads; a thread has 8
  * columns. Team i % 16 adds row i of the expert, and the sums of the 16 teams are added in order,

@@ -1,10 +1,10 @@
-/* The backward of a projection, or of a delta: sequence of launches and workspace.
+/* Launches the backward of a projection, or of a delta, in its workspace:
  *
  *   [round factors], resolve, align, [copy dout], [list rows of gradients],
- *   shrink by B, dz = dout W + yb A, sum to dx or [weigh] rows of dx, [dt],
+ *   shrink by B, dz = dout W + yb A, [sum dz to dx, or weigh rows of dz], [dt],
  *   shrink by A, [factors], [bias]
  *
- * A delta runs the same product without weights. xa = s x A^T is computed again, as in the forward.
+ * A delta runs the same product without W. xa = s x A^T is computed again, as in the forward.
  * yb and xa are ordered by position in the blocks of rows, dz by flat row. If x has a row per
  * routed row and there are no routing weights, the product writes dx itself. Steps whose results
  * are not needed are skipped; launches do not depend on the contents of device memory. */
@@ -15,7 +15,7 @@ namespace {
 struct GemmBackwardLayout {
   moelora_rounded_factors rounded;
   Alignment alignment;
-  moelora_gradient_rows rows; // for factors; only if gradients of factors are requested
+  moelora_gradient_rows rows; // only if gradients of factors are requested
   void *dout;                 // [P, dout_stride] if dout is copied
   void *yb, *xa;              // [position, slices, padded rank]
   void *dz;                   // [P, K] by flat row, if needed; shares memory with `slots`

@@ -31,8 +31,7 @@ template <int RANKS_> struct GradientShape {
   static constexpr int WIDE_PITCH = 2 * kColumns + 16, RANKS_PITCH = 2 * RANKS + 16;
   static constexpr int WARP_COLUMNS = 32;
   static constexpr int TILES = RANKS / 16, WARP_TILES = TILES / (WARPS / 4); // m16 tiles
-  /* Number of steps whose row indices are in shared memory: those of the stages, and as many after
-   * them. */
+  /* Steps whose row indices are in shared memory: those of the stages, and as many after them. */
   static constexpr int INDICES = 2 * STAGES;
 
   struct Stage {
@@ -69,7 +68,7 @@ template <int RANKS_> struct GradientShape {
     };
     Index index[INDICES];
     moelora_gradient_part part[2]; // of the current and of the next tile
-    int64_t of_pairs, all;         // tile counts; here to save registers
+    int64_t of_pairs, all;         // tiles of pairs, of all parts; here to save registers
   };
 };
 

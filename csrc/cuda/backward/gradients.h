@@ -12,9 +12,9 @@
  *   moelora_cuda_bias_gradient        computes the gradient of one bias
  *
  * The products run after the kernels that write their operands; the list only needs the alignment.
- * Sums are float32: within an adapter in the order of experts, within an expert in the order of
- * flat rows, in parts of MOELORA_GRADIENT_ROWS rows that are added in order. Results do not depend
- * on other adapters, on the position of rows, or on the grid. */
+ * Factors are summed in float32: within an adapter in the order of experts, within an expert in the
+ * order of flat rows, in parts of MOELORA_GRADIENT_ROWS rows that are added in order. Results do
+ * not depend on other adapters, on the position of rows, or on the grid. */
 #ifndef MOELORA_CUDA_GRADIENTS_H
 #define MOELORA_CUDA_GRADIENTS_H
 
@@ -38,7 +38,7 @@ typedef struct moelora_gradient_part {
   int32_t slot;            /* slot of its float32 tiles; -1: the gradient has one part */
 } moelora_gradient_part;
 
-/* Slots of a gradient with several parts. */
+/* A gradient with several parts: their tiles are in slots [slot, slot + parts). */
 typedef struct moelora_gradient_split {
   int32_t to[2], rank;
   int32_t slot, parts;
@@ -51,7 +51,7 @@ typedef struct moelora_gradient_parts {
   moelora_gradient_split *split; /* [max_splits] */
   int32_t *count;                /* [3] counts of `part`, `split`, `few` */
   int64_t max_parts, max_splits, max_slots, max_few;
-  int32_t few_rows; /* the largest number of rows of a pair in `few`; 0: there are none */
+  int32_t few_rows; /* maximum rows of a pair in `few`; 0: `few` is NULL */
 } moelora_gradient_parts;
 
 /* Rows with an adapter, sorted by (adapter, expert, flat row). */
@@ -92,9 +92,9 @@ moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *rout
                                                       const moelora_gradient_uses *uses,
                                                       moelora_arena *arena);
 
-/* Fills the list. Reads resolved routes (token_lora_mapping, lora_ranks, and topk_weights if
- * weighted), and of `blocks`, with rows > 1, sorted_ids, expert_ids, counts, packed_ranks and
- * num_post; reads `segments` instead of searching, if the sort has listed them. */
+/* Fills the list. Reads resolved routes: token_lora_mapping, lora_ranks, and topk_weights if
+ * weighted. Reads of `blocks`, whose `rows` must exceed 1: sorted_ids, and `segments` or, if that
+ * is NULL, expert_ids, counts, packed_ranks and num_post. */
 moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list,
                                                const moelora_routes *routes,
                                                const moelora_blocks *blocks,
@@ -124,8 +124,7 @@ typedef struct moelora_gradient_product {
   int32_t max_rank;
   int64_t columns;
   bool weighted;   /* ranks are first multiplied by the routing weight, and rounded */
-  bool transposed; /* gradients are [columns, max_rank] (of B); otherwise [max_rank, columns] (of A)
-                    */
+  bool transposed; /* gradients of B, [columns, max_rank]; otherwise of A, [max_rank, columns] */
   moelora_gradient gradient[2]; /* data NULL: not requested for that slice */
 } moelora_gradient_product;
 
@@ -149,7 +148,7 @@ moelora_status moelora_cuda_factor_gradients(const moelora_gradients_launch *g,
                                              const moelora_gradient_rows *list,
                                              const moelora_exec *exec);
 
-/* bias[e] (+)= sum over the rows of e, including base rows, in a fixed order of positions. */
+/* bias[e] (+)= sum over all rows of e, with and without adapters, in a fixed order of positions. */
 typedef struct moelora_bias_launch {
   moelora_gradient_operand rows; /* rows of `columns` values of `dtype` */
   int64_t columns;
@@ -159,8 +158,8 @@ typedef struct moelora_bias_launch {
   bool accumulate;
 } moelora_bias_launch;
 
-/* Reads resolved routes (topk_weights if weighted), and the same members of blocks as
- * moelora_cuda_list_gradient_rows, except packed_ranks. */
+/* Reads topk_weights of the resolved routes if weighted, and sorted_ids, expert_ids, counts and
+ * num_post of `blocks`, whose `rows` must exceed 1. */
 moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);
@@ -168,15 +167,15 @@ moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
 /* Float32 factors of a call with a 16-bit dtype, and the same factors with data rounded to that
  * dtype, in the arena. `depth` is the K of A. */
 typedef struct moelora_rounded_factors {
-  moelora_factors from, to; /* `to` is not wide */
+  moelora_factors from, to; /* to.wide is false: 16-bit */
   int64_t depth;
 } moelora_rounded_factors;
 
-/* Allocates the rounded copies in the arena; factors that are not wide are used in place. */
+/* Allocates the rounded copies in the arena; 16-bit factors are used in place. */
 moelora_rounded_factors moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
                                                   const moelora_routes *routes, moelora_dtype dtype,
                                                   moelora_arena *arena);
-/* Rounds the factors of all `count` projections in one launch; launches nothing if none is wide. */
+/* Rounds the factors of all `count` projections in one launch; no launch if none is float32. */
 moelora_status moelora_cuda_round_factors(const moelora_rounded_factors *rounded, int32_t count,
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);

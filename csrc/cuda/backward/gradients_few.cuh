@@ -6,8 +6,8 @@
  *           runs mma.sync, reorders the sums through the stage read last, stores 16 bytes per lane
  *
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
- * ones have one slice. The gradient's rows are the M of m16n8k16: ranks of A, columns of B. K is
- * the rows of the pair, in their order; rows past the end are zero in both operands. */
+ * ones have one slice. M of m16n8k16 is the rows of the gradient: ranks for A, columns of `wide`
+ * for B. K is the rows of the pair, in their order; rows past the end are zero in both operands. */
 #ifndef MOELORA_CUDA_GRADIENTS_FEW_CUH
 #define MOELORA_CUDA_GRADIENTS_FEW_CUH
 
@@ -56,8 +56,8 @@ __device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
 template <class T, class S, bool TRANSPOSED> struct FewTile {
   static constexpr int M_TILES = TRANSPOSED ? S::COLUMNS / 16 : S::RANK_TILES;
   static constexpr int N_TILES = TRANSPOSED ? 2 * S::RANK_TILES : S::COLUMNS / 8;
-  // A line is a row of the gradient: a rank of A or a column of B. A warp stores TURN lines at
-  // once, each as UNITS units of 8 elements.
+  // A line is a row of the gradient: a rank for A, a column of `wide` for B. A warp stores TURN
+  // lines at once, each as UNITS units of 8 elements.
   static constexpr int UNITS = N_TILES, TURN = 32 / UNITS;
   static constexpr int CTA_COLUMNS = S::WARPS * S::COLUMNS;
   static constexpr uint32_t STAGE = S::ROWS * S::WIDE_PITCH;
@@ -169,8 +169,7 @@ template <class T, class S, bool TRANSPOSED> struct FewTile {
     }
   }
 
-  /* Returns how many true ranks the slice has from column `own` of the tile on. Transposed products
-   * have one slice. */
+  /* Returns how many true ranks the slice has from column `own` of the tile on. */
   __device__ __forceinline__ int ranks_left(int own) const {
     const int at = first_rank + own;
     return TRANSPOSED || at < p.padded_rank ? rank - at

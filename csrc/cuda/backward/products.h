@@ -1,4 +1,4 @@
-/* Products of the backward with transposed weights: y W where the forward has x W^T.
+/* Products of the backward with weights: y W where the forward has x W^T.
  *
  *   v[p]  = dout[p / top_k] W2[e] + yb2[p] A2[l, e]      fused with the gradient of the activation
  *   dz[p] = dgu[p] W13[e] + yb13[p] A13[l, e]            all slices of A extend K
@@ -14,7 +14,7 @@ extern "C" {
 /* Number of outputs that a partial sum of dt = <v, h> covers; one warp computes it. */
 #define MOELORA_DT_OUTPUTS 16
 
-/* Epilogue that applies the gradient of the activation (dAct), to each row of v:
+/* Epilogue of v, which applies the gradient of the activation (dAct). It writes, for each row,
  *
  *   h = act(gate_up), dgu = act'(gate_up) t v, both rounded, and the parts of dt = <v, h> */
 typedef struct moelora_dact_epilogue {
@@ -36,9 +36,9 @@ struct moelora_back_launch : moelora_gemm_launch {
 };
 
 /* shrink.cu: computes yb[position, slice * xa_slice + r] = round(s[l] y B[l, e]), zero from the
- * true rank to the next multiple of 16; base rows are not written. Slice i uses the columns of y
- * from i * slice_n on. Of `g`, only schedule, tokens and adapters are used. `vectors`: y and B
- * allow 16-byte accesses. */
+ * true rank to the next multiple of 16. Rows without an adapter are not written. Slice i uses the
+ * columns of y from i * slice_n on. Of `g`, only schedule, tokens and adapters are used. `vectors`:
+ * y and B allow 16-byte accesses. */
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
                                         void *yb, bool vectors, moelora_dtype dtype,
                                         const moelora_exec *exec);

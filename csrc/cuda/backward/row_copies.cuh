@@ -1,5 +1,4 @@
-/* Copies rows of gradient operands to shared memory, and declares what the gradient kernels
- * share. */
+/* Copies rows of gradient operands to shared memory. Declares the gradient kernels' arguments. */
 #ifndef MOELORA_CUDA_ROW_COPIES_CUH
 #define MOELORA_CUDA_ROW_COPIES_CUH
 
@@ -35,8 +34,7 @@ template <class T> struct RowCopies {
   }
 };
 
-/* Returns at / by, computed bit by bit: the compiler's division is a call, for which it would spill
- * registers. */
+/* Returns at / by, bit by bit: the compiler's division is a call, which would spill registers. */
 __device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
   uint32_t quotient = 0;
 #pragma unroll 1

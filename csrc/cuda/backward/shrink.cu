@@ -14,9 +14,9 @@
  *   X [TOKENS rows][64 of K]    zeros outside the segment
  *   B [64 of K][RANKS]          zeros past the end of K
  *
- * A warp computes 16 rows; if the segment has fewer such groups of rows than warps, several warps
- * split the ranks of a group. K is accumulated in k16 steps in order: the result of a row does not
- * depend on other rows. */
+ * A warp computes 16 rows. If a part of a segment has only one or two such groups of rows, several
+ * warps split the ranks of a group. K is accumulated in k16 steps in order: the result of a row
+ * does not depend on other rows. */
 #include "cuda/backward/products.h"
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -81,7 +81,7 @@ template <class T, bool VECTORS, class S> struct BackShrink {
   uint32_t base;
   PartPositions position;
   int slice, chunk, expert;
-  uint32_t row[S::GROUPS]; // row of y of row threadIdx.x / 8 + X_ROWS * i of the part
+  uint32_t row[S::GROUPS]; // row of y for row threadIdx.x / 8 + X_ROWS * i of the part
 
   /* Looks up the rows of a part with `count` rows. */
   __device__ __forceinline__ void find_rows(int count) {

@@ -102,7 +102,6 @@ inline moelora_status back_shrink(moelora_back_launch *g, const moelora_back_pro
                                   plan->variant->dtype, exec);
 }
 
-/* Launches the product, directly after the shrink. */
 inline moelora_status multiply(const moelora_back_launch *g, const moelora_back_product_plan *plan,
                                const moelora_exec *exec) {
   moelora_back_launcher *const launch = moelora_cuda_back_launchers[plan->variant->id];

@@ -1,27 +1,28 @@
-/* Host side, common to all formats, of the kernel that runs a whole layer in one launch, for a few
- * tokens and 4-bit weights. The kernel is in decode/tiles.cuh; grid syncs replace launches.
+/* Launches the kernel that runs a whole layer, for a few tokens and 4-bit weights. The kernel is in
+ * decode/tiles.cuh. A CTA processes work items of four kinds, of the sizes in the last column:
  *
  *   SHRINK13  xa13[p, slice, r] = round(s[l] * sum_k a13[l, e, r, k] x[m, k])        16 ranks
  *   W13       h[p, i] = act(x w13[e]^T + xa13 b13[l, e]^T + bias)    64 outputs, ungated 128
  *   SHRINK2   xa2[p, r] = round(s[l] * sum_i a2[l, e, r, i] h[p, i])                 16 ranks
  *   W2        out[m, n] = sum over p of weight[p] (h w2[e]^T + xa2 b2[l, e]^T + bias)    16 columns
  *
- * These are the four kinds of work items; a CTA processes an item. A W2 item covers all active
- * experts (see decode/tables.cuh), so the rows before the sum over top_k stay in shared memory.
- * Three grid syncs order xa13, h and xa2. A CTA arrives after its last item that writes (at once if
- * it has none). It waits for h before it loads h, but for xa only after the base product to which
- * it adds the delta.
+ * Until the epilogue, xa and base products lack a factor of 2^DEFERRED, see
+ * moelora_deferred_exponent(). A W2 item covers all active experts (decode/tables.cuh), so the rows
+ * before the sum over top_k stay in shared memory. A grid sync separates W13 from what follows; if
+ * a projection has adapters, another separates its shrink from its expand. A CTA waits for h before
+ * it loads h, but for xa only after the base product to which it adds the delta.
  *
- * Results are bitwise equal to those of the separate launches: one warp accumulates a base product
- * in the order of K and then adds the delta; a shrink adds the same K spans, one per warp; rows are
- * rounded before the sum over top_k.
+ * Results are bitwise equal to those of separate launches: one warp accumulates a base product in
+ * the order of K and then adds the delta; a shrink splits K into the same spans, one per warp; rows
+ * are rounded before the sum over top_k.
  *
  * A warp of a shrink loads A directly to operand registers, in chunks of eight blocks of 32
  * elements of K; it loads the next chunk in halves as registers become free. In a block, lane 4g +
  * c loads elements 8c to 8c + 7 of rows g and g + 8 and of token g; lanes exchange them so that
  * each of two mma has 16 consecutive elements. d[2i + j] is row g + 8i, token 2c + j.
  *
- * Tokens are columns of the mma, so a NaN in one token or in its factors never affects another. */
+ * Tokens are columns of the mma, and an adapter's delta is added to its tokens only. So a NaN in
+ * one token, or in its factors, never affects another token. */
 #include "cuda/decode/grid.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/variant_ids.h"

@@ -1,5 +1,5 @@
-/* Epilogue of the decode kernels: combines the partial sums of warps, then applies bias, activation
- * and rounding. Results are bitwise equal to those of the separate kernels. */
+/* Epilogues of the decode kernel's work items. Results are bitwise equal to those of the separate
+ * kernels. */
 #ifndef MOELORA_CUDA_DECODE_EPILOGUE_CUH
 #define MOELORA_CUDA_DECODE_EPILOGUE_CUH
 
@@ -8,12 +8,12 @@
 
 namespace decode {
 
-/* Strides in floats between tokens and between warps of the partial sums. The former avoids bank
- * conflicts in store_partial(). */
+/* Strides in floats between tokens and between warps. kTokenPitch avoids bank conflicts in
+ * store_partial(). */
 constexpr int kTokenPitch = 20, kWarpPitch = 164;
 
-/* Partial sums of warps. In W2: the outputs of an item, flat rows kTokenPitch apart.
- * Double-buffered, so that an item need not wait until the previous one has been read. */
+/* Shrinks and W13: the accumulators of each warp. W2: the rounded rows of an item, kTokenPitch
+ * apart. Double-buffered, so that an item can be stored while the previous one is read. */
 struct Partials {
   float sums[2][kWarps * kWarpPitch];
 };
@@ -31,8 +31,8 @@ template <class T> __device__ __forceinline__ float to_float(const void *data, i
   return Element<T>::to_float(((const T *)data)[at]);
 }
 
-/* Adds the partial sums of a shrink in the order of K. Warp i writes the ranks of token i, scaled
- * by the adapter's scaling and 2^-DEFERRED. */
+/* Adds the partial sums of a shrink item in the order of K. Warp i stores the 16 ranks of token i
+ * to xa, multiplied by the adapter's scaling and 2^-DEFERRED. */
 template <class T, int DEFERRED>
 __device__ __forceinline__ void epilogue_shrink(const DecodeParams &p, const Tables &t,
                                                 const WorkItem &item, const float *partial) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams &p, const Tables &
   }
 }
 
-/* Sums the outputs of a W2 item as layer/sum.cu does: warp i adds the rows of token i. */
+/* Stores the outputs of a W2 item. Warp i sums the rows of token i as layer/sum.cu does. */
 template <class T>
 __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables &t,
                                              const WorkItem &item, const float *rows) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void epilogue_sum(const DecodeParams &p, const Tables
   ((T *)problem.out)[token * problem.out_stride + output] = Element<T>::round(sum);
 }
 
-/* Stores one output of W13 for a row, from gate and up, or from `gate` alone if ungated. */
+/* Applies the activation, of `gate` alone if ungated, and stores one element of h. */
 template <class T>
 __device__ __forceinline__ void store_h(const DecodeParams &p, int64_t row, int output, float gate,
                                         float up) {

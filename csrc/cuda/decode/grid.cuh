@@ -9,8 +9,8 @@
 
 namespace decode {
 
-/* CTAs per SM. GPUs of compute capability 8.x and 12.x have about half the bandwidth and need half
- * as many loads in flight; one CTA per SM may use more registers. */
+/* CTAs per SM. GPUs of compute capability 8.x and 12.x have less bandwidth and need fewer loads in
+ * flight than the others; one CTA per SM may use more registers. */
 constexpr int kMaxResident = 2;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 1;
@@ -36,7 +36,8 @@ __device__ __forceinline__ void wait(GridSync &sync) {
   sync.waits = false;
 }
 
-/* Builds the tables and loads x. Arrives if the CTA has no shrink of w13. */
+/* Builds the tables and loads x. If w13 has adapters, a CTA that can have no SHRINK13 item already
+ * arrives at the sync after these items. */
 __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                             uint16_t *staged, GridSync &sync,
                                             const RoutingSnapshot *snapshot) {
@@ -56,8 +57,7 @@ __device__ __forceinline__ void begin_layer(const DecodeParams &p, Tables &t, To
   __syncthreads();
 }
 
-/* Restarts from the first CTA's snapshot; out of line, so that it takes no registers of the main
- * loop. */
+/* Restarts from the first CTA's snapshot. Not inlined, to save registers in the main loop. */
 inline __device__ __noinline__ void begin_again(const DecodeParams &p, Tables &t, TokenRows &tokens,
                                                 uint16_t *staged, GridSync &sync) {
   __syncthreads(); // all threads have read t.mismatch

@@ -48,14 +48,14 @@ struct TokenRows {
   int64_t stride;
 };
 
-/* Bytes of shared memory for tokens on GPUs with less than kLargeShared bytes (tiles.cuh): more
- * would reduce L1, through which factors are loaded. */
+/* Bytes of shared memory for tokens on GPUs with less than kLargeShared bytes (tiles.cuh). More
+ * would leave less L1 for the loads of factors. */
 constexpr int kStagedBytes = 18 * 1024;
 
-/* Starts to copy rows to shared memory if all fit: without first_row, all rows; with it, rows p
- * with first_row[p] == p. Loads from global memory would stall every batch, and a grid sync
- * invalidates L1. The stride is an odd multiple of 16 bytes, so that ldmatrix has no bank
- * conflicts. Rows are zero-filled to a multiple of 64 elements. */
+/* If all rows fit, starts to copy them to shared memory and returns the copies, otherwise `from`.
+ * With first_row, copies only rows p with first_row[p] == p. The stride of the copies is an odd
+ * multiple of 16 bytes, so that ldmatrix has no bank conflicts. They are zero-filled to a multiple
+ * of 64 elements. */
 __device__ __forceinline__ TokenRows stage_tokens(const uint16_t *from, int64_t stride,
                                                   int64_t rows, int depth, const int32_t *first_row,
                                                   uint16_t *staged, int room) {
@@ -82,8 +82,7 @@ __device__ __forceinline__ OperandRows<1> tokens_of(const DecodeParams &p, const
           row < 0 ? 0 : blocks_inside(p, kind, span)};
 }
 
-/* The register prefetch buffer: rows of A of the next chunk, and the address of the chunk after
- * it. */
+/* Register prefetch buffer: rows of A of the next chunk, and addresses of the chunk after it. */
 struct PrefetchBuffer {
   uint4 w[kChunk][2];
   OperandRows<2> next;
@@ -105,11 +104,11 @@ template <int ROWS> __device__ __forceinline__ void step_chunk(OperandRows<ROWS>
   s.blocks -= kChunk;
 }
 
-/* Factors without 16-byte alignment bypass the prefetch buffer: if this is subtracted from its
- * number of blocks, it loads none. */
+/* Subtracted from the blocks of the prefetch buffer, so that it loads none: factors without 16-byte
+ * alignment bypass it. */
 constexpr int kBypass = 1 << 30;
 
-/* Points the buffer to the span at `work`. */
+/* Sets the buffer's addresses to the start of the K span at `work`. */
 __device__ __forceinline__ void follow(const DecodeParams &p, const Tables &t,
                                        const WorkIterator &work, PrefetchBuffer &buffer) {
   buffer.next = rows_of_a(p, t, work);
@@ -163,7 +162,8 @@ __device__ __forceinline__ void prefetch_next(const PrefetchBuffer &buffer) {
         prefetch_l2(buffer.next.row[half] + i * kChunk * kBlockDepth + c * (2 * kBlockDepth - 8));
 }
 
-/* Adds the product of the K span in the buffer to d; `work` is already at the next span. */
+/* Adds the product of the buffer's K span to d. Loads the first chunk of the K span at `work`,
+ * which is the next one, into the buffer. */
 template <class T>
 __device__ __forceinline__ void
 multiply_span(const DecodeParams &p, const Tables &t, const WorkIterator &work, int blocks,

@@ -34,18 +34,19 @@ struct DecodeParams {
                                  const moelora_exec *exec, bool *fits);
 #include "cuda/variants.inc"
 
-/* Position of a warp: product `part` of item `index`. In W2, `part` is an active expert, since the
- * warps of a CTA split the experts; in a shrink, the warp's span of K; in W13, 0. */
+/* Position of a warp: product `part` of item `index`. In W2, `part` is an active expert: the warps
+ * of a CTA split the experts. In a shrink, it is the warp's K span. In W13, it is 0. */
 struct WorkIterator {
   int kind, index, part;
 };
 
-/* A work item: 16 weight rows of active expert `active`; in W2, of the current product's expert. */
+/* W13 and W2: a warp's product, of 16 outputs, from 16 * tile on, for active expert `active`.
+ * Shrinks: `tile` is the index of the item. */
 struct WorkItem {
   int kind, active, tile;
 };
 
-/* A K span: consecutive blocks of one active expert, summed by a warp in one accumulator. */
+/* K span of a shrink: `blocks` blocks of K, from `first` on, that a warp multiplies. */
 struct KSpan {
   int active, first, blocks;
 };
@@ -73,7 +74,6 @@ __device__ __forceinline__ int free_ctas(const DecodeParams &p) {
   return max((int)gridDim.x - p.max_shrinks13, 0);
 }
 
-/* Returns the index of the CTA's first shrink item. */
 __device__ __forceinline__ int first_shrink() {
   return (int)(gridDim.x - 1 - blockIdx.x);
 }
@@ -95,7 +95,7 @@ __device__ __forceinline__ KSpan span_of(const DecodeParams &p, const Tables &t,
 
 /* ---- rows of an item ---- */
 
-/* 16 ranks of one slice of a segment's adapter. */
+/* Up to 16 ranks, from `first` on, of one slice of a segment's adapter, whose rank is `rank`. */
 struct RankTile {
   int segment, slice, first, rank;
 };
@@ -168,7 +168,7 @@ __device__ __forceinline__ WorkIterator first_part(int kind, int index) {
 /* ---- rows of a shrink item ---- */
 
 /* Sets `row` to the addresses of rows g and g + 8 of A in the shrink item at `work`, at the start
- * of `span`. Rows past the true rank repeat the last row; their sums are not stored. */
+ * of `span`. Rows past the true rank repeat the last row; epilogue_shrink() stores 0 for them. */
 __device__ __forceinline__ void item_rows(const DecodeParams &p, const Tables &t,
                                           const WorkIterator &work, const KSpan &span, int g,
                                           const uint16_t *(&row)[2]) {

@@ -22,9 +22,10 @@ template <moelora_kernel_format FORMAT>
 constexpr int kSlabBytes = FormatTraits<FORMAT>::MAX_ROW_BYTES / kSlabsOfTile;
 template <moelora_kernel_format FORMAT> constexpr int kPipelineBytes = kStages * kSlabBytes<FORMAT>;
 
-/* Iterates over the slabs that a warp copies, each to the stage that it has just multiplied. */
+/* Iterates over the slabs that a warp copies to its pipeline, kStages ahead of the slab that it
+ * multiplies. */
 struct SlabProducer {
-  WorkIterator work; // ahead of the current product
+  WorkIterator work; // the product after the one whose slabs are copied
   const char *from;  // this lane's 16 bytes of the values of the next slab
   int64_t step;      // bytes to the next slab
   int scales;        // offset from `from` to this lane's 16 bytes of scales or zeros; 0: none
@@ -79,7 +80,7 @@ __device__ __forceinline__ const char *first_tile_of(const DecodeParams &p, cons
          (item.tile / kSlabsOfTile + half_of_warp(p, item.kind) * w.half_tiles) * w.stride_nt;
 }
 
-/* Moves to the next product, if any, when the current product has no slabs left. */
+/* If the current product has no slabs left, moves to the warp's next product that has some. */
 __device__ __forceinline__ void open_product(const DecodeParams &p, const Tables &t,
                                              SlabProducer &s) {
   while (s.left == 0 && has_item(t, s.work)) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void fill(const DecodeParams &p, const Tables &t, Sla
   }
 }
 
-/* Prefetches to L2 up to eight slabs that a warp copies next, before a grid sync. */
+/* Prefetches to L2 up to eight slabs of the current product that a warp copies next. */
 __device__ __forceinline__ void prefetch_next(const SlabProducer &s) {
   const int lane = threadIdx.x % 32, scales = __shfl_sync(~0u, s.scales, 0);
   const char *from = s.from - lane * 16;
@@ -193,8 +194,8 @@ __device__ __forceinline__ void load_columns(TokenColumns &x, uint32_t (&b)[2][4
 
 /* ---- products ---- */
 
-/* Adds to d the products of the next `slabs` slabs of the pipeline. If not STAGED, tokens are
- * loaded one slab ahead. */
+/* Adds to d the products of the next `slabs` slabs of the pipeline, and refills their stages. If
+ * not STAGED, tokens are loaded one slab ahead. */
 template <class T, moelora_kernel_format FORMAT, bool STAGED>
 __device__ __forceinline__ void multiply_slabs(const DecodeParams &p, const Tables &t,
                                                moelora_format format, int slabs, TokenColumns &x,

@@ -1,13 +1,13 @@
 /* Tables that every CTA of the decode kernel builds from ids, in shared memory.
  *
- * A CTA loads each element of the caller's tables once, into a snapshot, and builds its tables from
- * that. Other streams may write the caller's tables during the call, so the CTAs compare digests of
- * their snapshots at a grid sync; if two differ, all CTAs restart from the snapshot of the first.
+ * A CTA loads the ids, ranks and scalings once, into a snapshot, and builds its tables from that.
+ * Other streams may change them during the call, so the CTAs compare digests of their snapshots
+ * after a grid sync; if two differ, all CTAs restart from the snapshot of the first CTA.
  *
  * An active expert is an expert that at least one token chooses; a segment is the tokens of an
  * active expert with one adapter. Active experts are ordered by the first row that names them,
  * segments by active expert and then by first token. If a token names an expert twice, only the
- * first of these rows is computed, and both use it. */
+ * first of these rows is computed; the sum over top_k adds it twice. */
 #ifndef MOELORA_CUDA_DECODE_TABLES_CUH
 #define MOELORA_CUDA_DECODE_TABLES_CUH
 
@@ -23,7 +23,7 @@ static_assert(kRows == 64, "a warp looks after rows, active experts or segments 
 
 /* Maximum number of CTAs: each thread compares the digests of up to four CTAs. */
 constexpr int kMaxCtas = 4 * kThreads;
-/* Number of copies of the digests. CTAs load different copies, to spread over cache lines. */
+/* Number of copies of the digests. CTA i loads copy i % kCopies: fewer CTAs load the same line. */
 constexpr int kCopies = 16;
 
 /* Returns the number of words from one copy of the digests to the next. */
@@ -34,7 +34,7 @@ __host__ __device__ inline size_t digest_pitch(size_t ctas) {
 /* Kinds of work items, in execution order. */
 enum Kind { SHRINK13, W13, SHRINK2, W2, DONE };
 
-/* The elements that a CTA has loaded from the caller's tables. */
+/* What a CTA has loaded from the caller's tables; rank 0: no adapter. */
 struct RoutingSnapshot {
   int32_t expert[kRows]; // local expert of each row; -1: skipped
   int32_t adapter[kTokens], rank[kTokens];
@@ -54,9 +54,9 @@ struct Tables {
   int32_t first_row[kRows];    // first flat row with the same expert and token; -1: skipped
   float row_weight[kRows];     // routing weight
   int32_t first_segment[kRows + 1];
-  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // ranks: not clamped
+  int32_t segment_active[kRows], segment_adapter[kRows], segment_rank[kRows]; // may exceed max_rank
   uint32_t segment_tokens[kRows];                                             // bit mask of tokens
-  int32_t shrinks_end[2][kRows]; // [projection] shrink items of all segments up to this one
+  int32_t shrinks_end[2][kRows]; // [projection] shrink items of this and all lower segments
   // Used to build the tables: bit (active expert, token) is set if the token begins a segment.
   uint32_t first_mask[kRows * kTokens / 32];
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ int rank_in(const moelora_factors &f, int rank) {
   return f.num_slices ? min(rank, f.max_rank) : 0;
 }
 
-/* Returns the number of set bits in `end` (0..32) words. Called by all lanes of a warp. */
+/* Returns the number of set bits in words [0, end), end <= 32. Called by all lanes of a warp. */
 __device__ __forceinline__ int count_bits(const uint32_t *words, int end) {
   const int lane = threadIdx.x % 32;
   return __reduce_add_sync(~0u, lane < end ? __popc(words[lane]) : 0);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void find_segments(Tables &t) {
   __syncthreads();
 }
 
-/* Counts the shrink items of a projection, once the segments are known. Called by one warp. */
+/* Counts the shrink items of a projection, once the segments are known. One warp calls it. */
 __device__ __forceinline__ void count_shrinks(Tables &t, const moelora_factors &f, int projection) {
   const int s = threadIdx.x % 32 * 2;
   int items[2];
@@ -225,7 +225,7 @@ __device__ __forceinline__ int segment_of(const Tables &t, int projection, int i
 
 /* Writes the digest of this CTA's snapshot to all copies of `digests`; the first CTA also writes
  * its snapshot to `first`. Called by one warp. The digest is the sum over all words of the
- * finalizer of MurmurHash3, applied to the word and its index. */
+ * finalizer of MurmurHash3, applied to word i xor i * 0x9e3779b9. */
 __device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
                                                  RoutingSnapshot *first) {
   const int lane = threadIdx.x % 32;
@@ -246,7 +246,8 @@ __device__ __forceinline__ void publish_snapshot(Tables &t, uint32_t *digests,
     t.digest = digest;
 }
 
-/* Compares the digests of all CTAs with this CTA's, four per thread. All must be published. */
+/* Sets `mismatch` if the digest of any CTA differs from this CTA's. A thread compares four. All
+ * CTAs must have published theirs. */
 __device__ __forceinline__ void compare_snapshots(Tables &t, const uint32_t *digests) {
   const int at = 4 * (int)threadIdx.x, ctas = gridDim.x;
   if (at >= ctas)

@@ -22,7 +22,7 @@ struct SharedStorage {
   ProducerState producers[kWarps]; // saved during shrinks
 };
 
-/* Computes the product of the shrink item at `work` into d and advances `work` to the next item. */
+/* Sets d to the product of the K span at `work`, and moves `work` to the CTA's next shrink item. */
 template <class T>
 __device__ __forceinline__ void multiply_shrink(const DecodeParams &p, const Tables &t,
                                                 WorkIterator &work, const TokenRows &tokens,
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 } // namespace
 
-/* Bytes of shared memory per CTA for tokens on GPUs with at least kLargeShared bytes. Of Hopper's
- * 227 KB, two CTAs leave only what L1 needs for factors; weights do not pass through L1. */
+/* Bytes of shared memory per CTA for tokens on GPUs with at least kLargeShared bytes. With more,
+ * Hopper's two CTAs per SM would leave too little L1 for the loads of factors. */
 constexpr int kMaxStagedBytes = 36 * 1024, kLargeShared = 160 * 1024;
 
 template <moelora_kernel_format FORMAT>

@@ -1,4 +1,4 @@
-/* Kernel launches: dynamic shared memory, clusters, programmatic dependent launch, error checks. */
+/* Launches kernels, with dynamic shared memory, clusters, programmatic dependent launch (PDL). */
 #ifndef MOELORA_CUDA_KERNEL_LAUNCH_CUH
 #define MOELORA_CUDA_KERNEL_LAUNCH_CUH
 
@@ -7,8 +7,8 @@
 /* Bytes of shared memory per CTA that all GPUs from sm_80 on support. */
 constexpr size_t kPortableShared = 99 * 1024;
 
-/* __launch_bounds__ of 256-thread kernels that need slightly more than 32 registers: CTAs per SM.
- * For sm_100, ptxas would limit them to 32 registers and spill. 0: ptxas chooses. */
+/* Minimum CTAs per SM, for the __launch_bounds__ of 256-thread kernels that need slightly more than
+ * 32 registers; 0: ptxas chooses. For sm_100, it would choose 32 registers and spill. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int kLightResident = 6;
 #else
@@ -86,8 +86,8 @@ cudaError_t resident_blocks(int threads, size_t shared_bytes, const moelora_exec
 }
 
 /* Launches KERNEL(args...) with `blocks` blocks, in clusters of CLUSTER. With OVERLAPS (PDL), the
- * kernel may start while the previous kernel drains, and must call wait_for_previous_kernel()
- * before it accesses memory. */
+ * kernel may start while the previous kernel drains. Then it must call wait_for_previous_kernel()
+ * before it reads what that kernel writes, or writes what that kernel accesses. */
 template <auto KERNEL, int CLUSTER = 1, bool OVERLAPS = true, class... Args>
 moelora_status launch_blocks(const char *name, int64_t blocks, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {
@@ -148,8 +148,8 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Calls launch_kernel(), but without PDL if `work` does not fill the GPU. With PDL, the SMs that
- * the previous kernel frees first could get all blocks, and the other SMs none. */
+/* Launches like launch_kernel(), but without PDL if `work` does not fill the GPU. With PDL, the SMs
+ * that the previous kernel frees first could get all blocks, and the other SMs none. */
 template <auto KERNEL, class... Args>
 moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
                              const moelora_exec *exec, Args... args) {

@@ -16,14 +16,15 @@ MOELORA_BEGIN_C
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
-/* Returns the columns of a slice of the shrink output: the rank, rounded up to 16 so that a k16
- * step never covers two slices. */
+/* Returns the columns of a slice of the shrink output: the rank, rounded up to a multiple of 16, so
+ * that a k16 step never covers two slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {
   return (rank + 15) / 16 * 16;
 }
 
 /* Rows of one expert that carry one adapter: `count` rows from `position` on, not counting padding.
- * The blocks of the expert hold `share` rows each, until its last row. */
+ * Each block of the expert holds `share` rows, until the last row; if rows are not padded, `share`
+ * is the number of rows of the expert. */
 typedef struct moelora_segment {
   int32_t packed; /* adapter * kRanks + true rank; -1: nothing to add */
   int32_t position, count, share;
@@ -47,7 +48,7 @@ typedef struct moelora_blocks {
   int32_t *pairs; /* [max_blocks] Two consecutive blocks of an expert are a pair: the entry of the
                      first is the count of the second, the entry of the second is minus the count of
                      the first. 0: a last block without a partner. NULL: not requested */
-  int32_t *packed_ranks; /* [max_blocks * rows] -1: no adapter, or padding; NULL: no adapters */
+  int32_t *packed_ranks; /* [max_blocks * rows] -1: nothing to add, or padding; NULL: no adapters */
   int32_t *positions;    /* [P] position of each flat row, -1 if skipped; NULL: not requested */
   float *weights;        /* [max_blocks * rows] routing weights; NULL: not requested */
   /* [num_experts * (max_loras + 1)] adapter l of expert e at e * (max_loras + 1) + 1 + l, preceded
@@ -73,13 +74,13 @@ typedef struct moelora_schedule {
 } moelora_schedule;
 
 /* Token rows of a main loop; `stride` and `k` count elements of x. With x as the first member, the
- * 128 x 256 tile of sm_80 would spill. For FP8, moelora_quantize_launch describes x. */
+ * 128 x 256 tile of sm_80 would spill. For W8A8, moelora_quantize_launch describes x. */
 typedef struct moelora_tokens {
   moelora_divisor divisor; /* value 0: x is ordered by position */
   int64_t stride;
   const void *x; /* [P / divisor, K], or by position */
   int32_t k;
-  /* FP8: scale of row r and K group i at i * scales_stride + r; otherwise NULL */
+  /* W8A8: scale of row r and K group i at i * scales_stride + r; otherwise NULL */
   const float *scales;
   int64_t scales_stride;
 } moelora_tokens;
@@ -99,17 +100,17 @@ typedef struct moelora_weight_rows {
 /* Adapters of a projection, and the shrink output between A and B. */
 typedef struct moelora_lora_operands {
   const void *xa;              /* [position, num_slices * xa_slice] scaled shrink output */
-  int64_t xa_stride, xa_slice; /* xa_slice: max_rank rounded up to 16 */
+  int64_t xa_stride, xa_slice; /* xa_slice: max_rank, rounded up to a multiple of 16 */
   moelora_factors lora;        /* num_slices == 0: none */
   const int32_t *one_a; /* [max_loras] nonzero: both slices use A of slice 0; NULL: none does */
 } moelora_lora_operands;
 
-/* e4m3 rows by position, for the FP8 kernels of Hopper; see moelora_quantize_launch for the
- * layout. */
+/* Rows of x or h, quantized to e4m3 for W8A8 kernels. moelora_quantize_launch describes `values`
+ * and `scales`. */
 typedef struct moelora_quantized_rows {
-  void *values; /* [, stride] bytes; NULL: not requested */
+  void *values; /* [, stride] NULL: not requested */
   int64_t stride;
-  float *scales; /* [groups of 128, scales_stride] */
+  float *scales; /* [groups, scales_stride] */
   int64_t scales_stride;
   moelora_x_format rule; /* how scales are computed */
   float scale;           /* the scale of all rows, unless `rule` computes scales */
@@ -124,8 +125,8 @@ typedef struct moelora_epilogue {
   bool out_by_position; /* out is [position, n_out]; otherwise [M, top_k, n_out] */
   void *out;
   int64_t out_stride[2];
-  /* FP8 kernels of Hopper with tiles of 256 weight rows also store `out` quantized, for the next
-   * projection; out_unread: they only store it quantized */
+  /* W8A8 kernels of Hopper with tiles of 256 weight rows also store h quantized, unless e4m3.values
+   * is NULL; out_unread: they do not store `out` */
   moelora_quantized_rows e4m3;
   bool out_unread;
 } moelora_epilogue;
@@ -148,9 +149,9 @@ typedef struct moelora_gemm_launch {
   moelora_before_activation before; /* used by the saving launchers only */
 } moelora_gemm_launch;
 
-/* Shrink of the same rows:
- *   xa[position, slice * xa_slice + r] = round(scaling[l] * x A[l, e]^T), zero from the true rank
- * to the next multiple of 16. Rows without an adapter are not written. */
+/* Shrink of the same rows, with zeros from the true rank to the next multiple of 16:
+ *   xa[position, slice * xa_slice + r] = round(unit * scaling[l] * x A[l, e]^T)
+ * Rows without an adapter are not written. */
 typedef struct moelora_shrink_launch {
   moelora_schedule schedule;
   moelora_tokens tokens;
@@ -158,9 +159,8 @@ typedef struct moelora_shrink_launch {
   const float *scalings; /* [max_loras] or NULL */
   float unit;            /* multiplies all of xa */
   void *xa;              /* output: adapters.xa of the projection */
-  bool by_row;     /* xa is ordered by flat row, with any strides; only shrinks of whole segments
-                      support this */
-  bool by_adapter; /* CTAs process listed segments adapter by adapter */
+  bool by_row;           /* xa is ordered by flat row; only deltas over whole segments set this */
+  bool by_adapter;       /* CTAs process listed segments adapter by adapter */
 } moelora_shrink_launch;
 
 /* Sum over top_k:
@@ -175,7 +175,7 @@ typedef struct moelora_sum_launch {
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
   /* Deltas: nonzero for the flat rows of z that exist. Tokens without such a row are not stored. */
-  const uint8_t *written; /* [P]; NULL: those that have an expert and an adapter */
+  const uint8_t *written; /* [P]; NULL: those with an expert and an adapter of nonzero rank */
   int32_t max_rank;
   bool add;  /* accumulate into out */
   void *out; /* [M, columns] */
@@ -207,7 +207,8 @@ typedef struct moelora_sort_scratch {
 } moelora_sort_scratch;
 
 /* align/align.cu: take_scratch allocates the scratch memory, align_rows fills `blocks`. Unless
- * `from` is NULL, align_rows first waits for the previous kernel and resolves it to `routes`. */
+ * `from` is NULL, align_rows first waits for the previous kernel and resolves `from` to `routes`.
+ */
 moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
                                                moelora_align_mode mode,
                                                const moelora_align_plan *plan,
@@ -247,11 +248,11 @@ moelora_status moelora_cuda_shrink_sm90(const moelora_shrink_launch *s,
 typedef struct moelora_quantize_launch {
   const void *x; /* [rows, k] */
   int64_t x_stride, rows;
-  /* As in moelora_blocks, if x is ordered by position; written before the previous kernel. NULL:
-   * all rows are used. */
+  /* As in moelora_blocks, if x is ordered by position; complete before the previous kernel starts.
+   * NULL: all rows are used. */
   const int32_t *num_post, *counts;
   moelora_divisor block; /* divides by the rows of a block */
-  bool early; /* all inputs were written before the previous kernel: read without waiting for it */
+  bool early; /* inputs are complete before the previous kernel starts: read without waiting */
   int32_t k;
   moelora_dtype dtype;
   bool bytes;

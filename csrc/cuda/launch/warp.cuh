@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* Returns a value that is the same in all lanes, so that the compiler knows it is warp-uniform. */
+/* Returns lane 0's value, which the compiler then knows to be warp-uniform. */
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 neighbors_16(uint4 v) {
   return v;
 }
 
-/* Returns the sum over the quad to each of its four lanes. */
+/* Returns the sum over the four lanes of the quad, in all of them. */
 template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);

@@ -10,7 +10,7 @@ namespace {
 struct Alignment {
   moelora_routes routes; // resolved
   moelora_blocks blocks;
-  int64_t counters; // number of counters per product
+  int64_t counters; // tile counters per product
   moelora_sort_scratch scratch;
 };
 
@@ -74,8 +74,7 @@ inline size_t positions(const Alignment *a) {
   return (size_t)a->blocks.max_blocks * a->blocks.rows;
 }
 
-/* Sets the members that forward and backward products with `w` share: schedule, weights and
- * adapters. */
+/* Sets schedule, weights and adapters of a product with `w`, forward or backward. */
 template <class Plan>
 void describe_product(const Alignment *a, const moelora_routes *routes, const moelora_weights *w,
                       const moelora_factors *lora, const Plan *plan, moelora_gemm_launch *g) {

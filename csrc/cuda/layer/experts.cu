@@ -1,10 +1,10 @@
-/* Launch sequence and workspace of a single projection and of a layer:
+/* Launches a single projection, or a layer, in its workspace. The launches of a layer are
  *
  *   [round factors], resolve, align, [scale x], [quantize x],
  *   shrink13, w13 + expand + activation [+ quantize h], [quantize h],
- *   shrink2, w2 + expand, sum
+ *   shrink2, w2 + expand, [save for the backward], sum
  *
- * or, for a few tokens, the single kernel of decode.cu.
+ * or, for a few tokens, [round factors] and the single kernel of decode.cu.
  *
  * Intermediate results are stored by position in the blocks of rows, so that TMA can read and write
  * them in boxes: the shrink results xa, h [position, I] and the outputs before the sum, z
@@ -319,7 +319,7 @@ moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
   return staged;
 }
 
-/* The problem with factors rounded to the dtype of the layer, and the rest of the workspace. */
+/* A problem whose factors are rounded to the dtype of the layer, and the rest of the workspace. */
 struct Prepared {
   moelora_rounded_factors rounded[2];
   moelora_experts_problem problem;

@@ -5,8 +5,8 @@
  *   values[row] = e4m3(x[row] / s), scales[group, row] = s
  *
  * A lane has 16 neighboring columns, eight lanes a tile of 128, and a warp four tiles. With
- * per-token scales, these belong to one row, and the warp computes its scale first; otherwise they
- * may belong to several rows. Columns past K in the last tile are zero. */
+ * per-token scales, the four tiles belong to one row, whose scale the warp computes first;
+ * otherwise they may belong to several rows. Columns past K in the last tile are zero. */
 #include "core/format.h"
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/launch/kernel_launch.cuh"

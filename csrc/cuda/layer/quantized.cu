@@ -22,7 +22,8 @@ constexpr int TILE_BYTES = kRows / 2;               // bytes per row of a tile
 constexpr int LINE = AT_ONCE * TILE_BYTES;          // bytes per row of AT_ONCE tiles
 constexpr int PITCH = LINE + (int)sizeof(uint32_t); // avoids bank conflicts between eight rows
 
-/* Copies 16 bytes of a row, from byte `at` on, to shared memory; zeros from byte `bytes` on. */
+/* Copies 16 bytes of a row, from byte `at` on, to shared memory. Bytes from `bytes` on, and all of
+ * a NULL row, are zero. */
 template <bool VECTORS>
 __device__ __forceinline__ void copy_values(const uint8_t *row, int64_t at, int64_t bytes,
                                             uint32_t *to) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void clear_unscaled(const moelora_quantized_problem &
  * r + 8 (`b`). */
 __device__ __forceinline__ uint32_t gather_word(const uint8_t *a, const uint8_t *b,
                                                 moelora_values values) {
-  // A byte holds two columns, the even one low: a[0] and b[0] hold c and c + 1, a[4] and b[4] hold
-  // c + 8 and c + 9.
+  // A byte holds two columns, the even one low: a[0] and b[0] hold columns c and c + 1, a[4] and
+  // b[4] hold c + 8 and c + 9.
   const uint32_t x = a[0] | a[4] << 8, y = b[0] | b[4] << 8;
   const uint32_t even = (x & 0x0f0f) | (y & 0x0f0f) << 4;
   const uint32_t odd = (x >> 4 & 0x0f0f) | (y & 0xf0f0);

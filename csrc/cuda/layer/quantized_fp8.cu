@@ -1,6 +1,6 @@
-/* Packs FP8 weights into tiles and unpacks them (moelora.h describes the layout of a tile). Each
- * CTA handles a tile, each thread 16 columns of a row at a time: bytes only move within these 16,
- * so shared memory is not needed. */
+/* Packs FP8 weights into tiles and unpacks them (moelora.h describes the layout of a tile). A CTA
+ * handles one tile at a time, a thread 16 columns of a row at a time. These are also 16 adjacent
+ * bytes of the tile, so shared memory is not needed. */
 #include "cuda/backend.h"
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/kernel_launch.cuh"

@@ -16,8 +16,7 @@ struct CopyParams {
   int32_t top_k;
 };
 
-/* Copies rows. A warp copies a row; a lane copies WIDTH elements at a time, 16 bytes or one
- * element. */
+/* A warp copies a row; a lane copies WIDTH elements at a time, 16 bytes or one element. */
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams s) {
   wait_for_previous_kernel();

@@ -29,7 +29,7 @@ typedef struct moelora_saved_shrink {
   int32_t slices, max_rank;
   const void *xa; /* [position, slices, xa_slice] */
   int64_t xa_slice;
-  int32_t deferred_exponent; /* xa is too small by 2^this; see moelora_deferred_exponent() */
+  int32_t deferred_exponent; /* d: the copy is 2^d times xa; see moelora_deferred_exponent() */
   void *to;                  /* [P, slices, max_rank]; NULL: none */
   int64_t stride[2];
 } moelora_saved_shrink;

@@ -1,10 +1,10 @@
-/* Shrink: xa[position, slice * xa_slice + r] = round( s[l] * sum_k a[l, e, r, k] x[k] )
+/* Shrink: xa[position, slice * xa_slice + r] = round( unit * s[l] * sum_k a[l, e, r, k] x[k] )
  *
  * for rows of adapter l and r below its true rank, and zero from there to the next multiple of 16.
  *
- * A work item (items.cuh) is some tokens of a segment by up to RANKS rows of A. If the adapter has
- * fewer ranks, the teams of warps without ranks take other tokens. Long segments of large batches
- * are left to segments.cu and segments_sm90.cu.
+ * A work item (items.cuh) is some tokens of a segment by up to RANKS rows of A. If one team of
+ * warps suffices for all ranks of an adapter, the other takes other tokens. Long segments of large
+ * batches are left to segments.cu and segments_sm90.cu.
  *
  * The split of K depends only on K and alignment: no result depends on other tokens or adapters. */
 #include "cuda/launch/kernel_launch.cuh"
@@ -53,7 +53,7 @@ struct BlockOperands {
   }
 };
 
-/* Adds the sums of a team's warps, scales, rounds and stores them. */
+/* Adds the K spans of an item, scales, rounds and stores the sums. */
 template <class T, class S>
 __device__ __forceinline__ void store(const ShrinkParams &p, const SegmentItem &item, int split,
                                       const Sums<S> &sums) {
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   ShrinkShared<S> &shared = *(ShrinkShared<S> *)memory;
   ShrinkItems<S> &list = shared.list;
   const int warp = threadIdx.x / 32, ctas = gridDim.x;
-  // If x is ordered by position (divisor 0), the previous kernel writes x, but wrote no blocks:
-  // only find_x() waits.
+  // If x is ordered by position (divisor 0), the previous kernel may still be writing x, but the
+  // blocks are complete: only find_x() waits.
   if (p.s.tokens.divisor.value)
     wait_and_start_next();
-  // Search only blocks that are in use.
+  // Unused blocks have no segments: with few items, search them, too, instead of loading num_post.
   const int blocks = p.listed ? 0
                      : p.few  ? (int)p.s.schedule.blocks.max_blocks
                               : *p.s.schedule.blocks.num_post / p.s.schedule.blocks.rows;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
         list.found[warp] = found;
       __syncthreads();
     }
-    // There is a single call, because the product loop is most of the code size.
+    // A single call serves both cases, because the product loop is most of the code size.
 #pragma unroll 1
     for (int w = 0; w < lists; w++)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);

@@ -1,28 +1,28 @@
-/* Work items of the blockwise shrink: up to `part` tokens of a segment, for each team that takes
- * tokens, by up to RANKS rows of A. The rows of A of all slices are concatenated.
+/* Work items of the blockwise shrink: tokens of a segment by up to RANKS rows of A, concatenated
+ * over slices. Teams that have the same rows of A take up to `part` tokens each.
  *
- * If the sort has listed segments, every CTA counts the items of all segments and takes every
- * gridDim-th item: CTAs differ by at most one item, and concurrent CTAs share A or x in L2. If
- * items are ordered by adapter, concurrent CTAs share the adapter's rows of x.
+ * With `listed`, every CTA counts the items of all listed segments and takes every gridDim-th item,
+ * so that CTAs differ by at most one item. Concurrent CTAs then share A in L2 or, if segments are
+ * ordered by adapter, the adapter's rows of x.
  *
- * Otherwise, or if the plan does not use the list, each warp searches blocks for segments. The
- * items of a block are distributed to `shares` work units, and these to the warps of CTAs, such
- * that concurrent CTAs work on a `group` of adjacent blocks. */
+ * Otherwise, each warp searches blocks for segments. The items of a block are distributed to
+ * `shares` work units, and these to the warps of CTAs, such that concurrent CTAs work on a `group`
+ * of adjacent blocks. */
 #ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
 #define MOELORA_CUDA_SHRINK_ITEMS_CUH
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/shrink/segments.cuh"
 
-constexpr int kLaneTokens = 8;   // tokens of a block per lane
-constexpr int kShares = 8;       // work units per block, for every RANKS ranks
+constexpr int kLaneTokens = 8;   // maximum tokens of a block per lane
+constexpr int kShares = 8;       // usual work units per block, for every RANKS ranks
 constexpr int kSegmentBatch = 5; // loads in flight per thread
 
 struct ShrinkParams {
   moelora_shrink_launch s;
   int32_t part, shares, group;
-  bool listed; // whether segments are listed and distributed evenly to all CTAs
-  bool few;    // whether one pass of all CTAs over the blocks finds all items
+  bool listed; // whether items are taken from listed segments
+  bool few;    // whether to search all blocks, without loading how many are in use
 };
 
 /* Distributes an item with a given number of columns over the teams of a CTA: team t * ranks + r
@@ -39,8 +39,7 @@ template <class S> struct Teams {
   }
 };
 
-/* Splits a segment of `rows` tokens into parts of `tokens`, and each part into chunks of
- * columns. */
+/* Splits a segment into `parts` of up to `tokens` tokens, and each into `chunks` of columns. */
 template <class S> struct SegmentCut {
   int tokens = 1, parts = 0, chunks = 0, columns = 0;
 
@@ -65,8 +64,8 @@ template <class S> struct ShrinkItems {
   SegmentItem items[S::WARPS][OF_WARP];
   int found[S::WARPS];
 
-  /* Lists the CTA's items from number `from` on, as many as fit, and returns their total number.
-   * Called by all threads. */
+  /* Lists the CTA's items from number `from` on, as many as fit. Returns the number of all items of
+   * the CTA. Called by all threads. */
   __device__ __forceinline__ int list(const ShrinkParams &p, int from) {
     const int segments = segments_of(p.s), each = ceil_divide(segments, S::THREADS);
     const int low = min((int)threadIdx.x * each, segments), high = min(low + each, segments);
@@ -89,7 +88,7 @@ template <class S> struct ShrinkItems {
     return all <= cta ? 0 : ceil_divide(all - cta, ctas);
   }
 
-  /* Lists the items of a work unit and returns their number. Called by one warp. */
+  /* Lists the items of a work unit and returns their number. Each warp has its own work unit. */
   __device__ __forceinline__ int find(const ShrinkParams &p, int blocks, int work_unit) {
     const moelora_shrink_launch &s = p.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = s.schedule.blocks.rows;

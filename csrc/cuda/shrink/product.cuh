@@ -3,12 +3,12 @@
  * Operands are loaded directly to registers: rows of A are the M side, tokens the N side of
  * m16n8k16. Lane t loads row t/4 of eight. An mma has 16 consecutive elements of K, as in all
  * kernels. From sm_90 on, their order in the mma does not affect the result: a lane loads elements
- * 4 (t%4) to 4 (t%4) + 3 of each 16. On older GPUs it loads elements 8 (t%4) to 8 (t%4) + 7 of each
- * 32, and lanes exchange these. Rows past the end of A or x repeat the last row: their sums are not
- * stored and affect no other row.
+ * 4 (t%4) to 4 (t%4) + 3 of each 16. On older GPUs, or without 16-byte alignment, it loads elements
+ * 8 (t%4) to 8 (t%4) + 7 of each 32, and lanes exchange these. Rows past the end of A or x repeat
+ * the last row: their sums are not stored and affect no other row.
  *
- * Each of the TEAMS teams of warps has TEAM_RANKS rows of A. The DEPTHS warps of a team split K
- * into spans, each a multiple of 64 elements; the sums of the spans are added in order. */
+ * A team of warps has up to TEAM_RANKS rows of A. Its DEPTHS warps split K into spans, each a
+ * multiple of 64 elements; the sums of the spans are added in order. */
 #ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
 #define MOELORA_CUDA_SHRINK_PRODUCT_CUH
 
@@ -77,7 +77,8 @@ template <bool VECTORS> __device__ __forceinline__ uint4 operand_of(uint4 loaded
   return neighbors_16(loaded);
 }
 
-/* Loads a lane's part of 32 elements of a row with `left` remaining elements; zeros beyond. */
+/* Loads a lane's part of 32 elements of a row: its first element is at `from`, and `left` elements
+ * remain from there on. Returns zeros beyond. ONCE: vector loads bypass L1. */
 template <class T, bool VECTORS, bool ONCE>
 __device__ __forceinline__ uint4 load_row(const T *from, int left) {
   if constexpr (VECTORS && kAnyOrder) {
@@ -94,9 +95,9 @@ __device__ __forceinline__ uint4 load_row(const T *from, int left) {
 /* Addresses of a lane's operands: 16 M rows of A and 8 N tokens. */
 template <class T, class S, int M, int N> struct Rows {
   const T *a[2 * M], *x[N];
-  int left; // elements per row left for this warp
+  int left; // remaining elements of a row, from this lane's first one on
 
-  /* Finds addresses of ranks from `column` on, of `columns` padded ranks of all slices, at `k`. */
+  /* Finds the addresses, at `k`, of rows of A from `column` on, of `columns` (columns_of()). */
   __device__ __forceinline__ void find_a(const moelora_factors &lora, int adapter, int expert,
                                          int rank, int column, int columns, int k) {
     const int lane = threadIdx.x % 32;
@@ -137,8 +138,8 @@ template <class T, class S, int M, int N> struct Rows {
   }
 };
 
-/* Computes the sums of a warp for 16 M ranks from `column` on (none beyond the last) and up to 8 N
- * tokens, over K span `span` of the team. `operands` finds the addresses of A and x. Called by all
+/* Writes a warp's sums over K span `span` to `sums`, for 16 M ranks from `column` on (zeros if that
+ * is past the last) and 8 N tokens. `operands` finds the addresses of A and x. Called by all
  * threads. */
 template <class T, class S, bool VECTORS, int M, int N, class Operands>
 __device__ __forceinline__ void multiply(const Operands &operands, int column, int depth, int span,

@@ -5,9 +5,10 @@
  * equal part of the total. A segment in several parts is split at multiples of 16 rows. A segment
  * of up to TOKENS rows is not split if the split would reread at least twice as many rows of A as
  * the segment has rows of x, or if it is one of many short segments. The rows of a segment in a
- * part are split evenly into items of up to TOKENS rows. With many CTAs per segment, each CTA takes
- * an equal part of one segment instead and reads no second A. The split does not affect results:
- * each row is multiplied on its own, over K in the same order. */
+ * part are split evenly into items of up to TOKENS rows. If there are enough CTAs, and segments
+ * have similar lengths, each is split between equally many CTAs instead, and a CTA reads a single
+ * A. The split does not affect results: each row is multiplied on its own, over K in the same
+ * order. */
 #ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 #define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
 
@@ -21,8 +22,9 @@ constexpr int kAnotherPart = 32;  // cost, in rows, of another pass over K for a
 constexpr int kManySegments = 6;  // segments per CTA from which short ones stay whole
 constexpr int kShortSegment = 64; // maximum rows; half as many take nearly as long
 
-/* An item: `tokens` rows of a segment by up to RANKS of the padded ranks of all slices, [first,
- * columns). It begins `row` rows after position `block`, the start of a block with `share` rows. */
+/* An item: `tokens` rows of a segment by up to RANKS padded ranks, from `first` on, of `columns`
+ * (columns_of()). It begins `row` rows, without padding, after position `block`, where a block
+ * starts. The segment's blocks have `share` rows each. */
 struct SegmentItem {
   int expert, packed, block, row, share;
   uint32_t magic; // multiplier that divides by `share`
@@ -64,12 +66,12 @@ template <int TOKENS_, int RANKS_, int WARPS_> struct ItemList {
   int64_t part_begin, part_end; // the CTA's part of the summed lengths of all segments
   int64_t begin;                // where segment `first` starts in that sum
   int first;                    // the first segment of the part
-  int ctas;                     // CTAs of each segment, and its length; 0: lengths are in rows
+  int ctas;                     // CTAs per segment, which are its length; 0: lengths are in rows
   bool many;                    // whether there are kManySegments per CTA
   int all;                      // number of items of the part
 };
 
-/* Returns the sum of `value` over the preceding threads, and over all. Calls `sync` once. */
+/* Returns the sum of `value` over lower threads; sets `all` to the total. Calls sync() once. */
 template <int WARPS, class Value, class Sync>
 __device__ __forceinline__ Value sum_before(Value value, Value (&warp_sum)[WARPS], Value *all,
                                             Sync sync) {
@@ -105,8 +107,8 @@ template <class L> struct SegmentLength {
     rows = ctas ? ctas : (int64_t)count * chunks + (int64_t)ceil_divide(count, L::TOKENS) * columns;
   }
 
-  /* Returns the first of the segment's `count` rows after `cut`, if the segment starts at
-   * `begin`. */
+  /* Returns the row (0 to `count`) at which `cut` splits the segment, which starts at `begin`. Both
+   * are positions in the summed lengths. */
   __device__ __forceinline__ int row_at(int count, int64_t begin, int64_t cut) const {
     if (cut <= begin || rows == 0)
       return 0;
@@ -183,8 +185,8 @@ __device__ __forceinline__ void take_part(const moelora_shrink_launch &s, L &lis
   sync();
 }
 
-/* Orders `count` listed items by adapter: CTAs with equal parts then read the rows of the same
- * tokens at the same time, from L2. Called by a warp. */
+/* Orders the `count` listed items by adapter, so that CTAs process the same adapter at about the
+ * same time and share its rows of x in L2. Called by one warp. */
 template <class L> __device__ __forceinline__ void order_items(L &list, int count) {
   static_assert(kListedItems == 64, "two items per lane");
   const int lane = threadIdx.x & 31;
@@ -208,8 +210,8 @@ template <class L> __device__ __forceinline__ void order_items(L &list, int coun
       list.items[before[i]] = item[i];
 }
 
-/* Lists the CTA's items from number `listed` on in shared memory, as many as fit, and counts all
- * items. Called by the first warp, one segment per lane. */
+/* Lists the CTA's items from number `listed` on, as many as fit, and counts all items. Any warp may
+ * call it; only the first does the work, one segment per lane. */
 template <class L>
 __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &list, int listed) {
   if (threadIdx.x >= 32)

@@ -99,7 +99,7 @@ template <class S> struct StageLayout {
   }
 };
 
-/* Returns the number of ranks of an item, each a row of A. */
+/* Returns the number of padded ranks of an item. */
 template <class S>
 __device__ __forceinline__ int columns_in(const moelora_shrink_launch &s, const SegmentItem &item) {
   return min(item.columns - item.first, S::RANKS);
@@ -243,8 +243,8 @@ __device__ __forceinline__ void produce(const ShrinkMaps *maps, const moelora_sh
                                         ShrinkContext<S> warp) {
   const auto sync = [] { fence_async_proxy(), warpgroup_sync(1); };
   const bool issues_tma = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0) == 0;
-  // If x is ordered by position (divisor 0), the previous kernel writes x, but wrote no segments:
-  // wait only before the loads.
+  // If x is ordered by position (divisor 0), the previous kernel may still be writing x, but the
+  // segments are complete: wait only before the loads.
   if (s.tokens.divisor.value)
     wait_for_previous_kernel();
 
@@ -368,7 +368,7 @@ __device__ __forceinline__ void consume_tiles(const moelora_shrink_launch &s,
 }
 
 /* Consumes an item with the narrowest wgmma (N, 2N, 4N, ... columns) that covers it. half: 0 for
- * the first 64 tokens of 128, 1 for the second. */
+ * the first 64 of every 128 tokens, 1 for the second. */
 template <class S, class T, int N>
 __device__ __forceinline__ void consume_item(const moelora_shrink_launch &s,
                                              const SegmentItem &item, int columns, int span,
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- host ---- */
 
-/* Encodes tensor maps with boxes of 16 and, if a slice has as many, of 64 ranks by 64 of K. */
+/* Encodes maps with boxes of 16 ranks, and of 64 if a slice has as many, by 64 elements of K. */
 moelora_status map_factors(const moelora_shrink_launch *s, bool is_bf16, ShrinkMaps *maps) {
   const moelora_factors *lora = &s->adapters.lora;
   const cuuint32_t small[4] = {kDepth, kSmallBox, 1, 1}, large[4] = {kDepth, kLargeBox, 1, 1};

@@ -1,16 +1,16 @@
 /* Shrink of long segments with both operands in shared memory.
  *
  * A work item is up to TOKENS rows of x by up to RANKS rows of A, over all of K. Results equal
- * those of shrink/product.cuh bit for bit: instructions get the same operands, accumulation
+ * those of shrink/product.cuh bit for bit: an mma adds the same 16 elements of K, accumulation
  * restarts after every `span` of K, and the sums of spans are added in order.
  *
- * Copies run STAGES - 1 k steps ahead of the products, also across items, so that the pipeline
- * never drains.
+ * Copies run STAGES - 1 k steps ahead of the products, also across items, so that the pipeline does
+ * not drain between items.
  *
  * A stage holds TOKENS rows of x and RANKS rows of A, each with 64 elements of K; 16-byte chunk c
  * of row i is at c ^ i % 8, so that ldmatrix reads eight rows without bank conflicts. Rows that an
- * item lacks are neither loaded nor stored: stale memory affects only their own rows and columns of
- * the product. K beyond the end is zero in both. */
+ * item lacks are not loaded: stale memory affects only their rows and columns of the product, which
+ * are not stored. K beyond the end is zero in both. */
 #ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
 #define MOELORA_CUDA_SHRINK_STAGED_CUH
 
@@ -135,8 +135,7 @@ template <class T, class C> struct Products {
     }
   }
 
-  /* Calls visit(token, column, sums of this column and the next) for this lane's part of an item.
-   */
+  /* Calls visit(token, column, sums of columns `column` and `column` + 1) for this lane's sums. */
   template <class Visit> __device__ __forceinline__ void for_each(int tokens, Visit visit) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
