@@ -95,7 +95,7 @@ typedef struct moelora_exec {
   void *workspace;      /* 256-byte aligned, at least moelora_call.workspace_bytes, on `device` */
   size_t workspace_bytes;
   /* CPU only: runs `task` over [0, count), split arbitrarily over threads, and returns when all
-   * parts are done. NULL runs serially. Each thread has its own scratch memory in the workspace. */
+   * parts are done. NULL runs serially. The workspace has scratch memory for each thread. */
   void (*parallel_for)(int64_t count, moelora_task task, void *context);
   int32_t num_threads; /* number of threads that parallel_for uses; 0 counts as 1 */
 } moelora_exec;
@@ -132,7 +132,7 @@ typedef struct moelora_lora {
 typedef struct moelora_adapters {
   moelora_tensor token_lora_mapping; /* [M] int32 or int64, -1 = none; absent: no adapters */
   moelora_tensor lora_ranks;         /* [max_loras] int32, true ranks; absent: R */
-  moelora_tensor lora_scalings;      /* [max_loras] float32; absent: 1 (folded into B) */
+  moelora_tensor lora_scalings;      /* [max_loras] float32; absent: 1, as if folded into B */
   moelora_tensor
       adapter_enabled; /* [max_loras] or [max_loras + 1], bool or int32; absent: all enabled */
 } moelora_adapters;
@@ -151,11 +151,12 @@ typedef enum moelora_align_mode {
   MOELORA_ALIGN_BASE = 0,  /* by expert; a block holds one expert */
   MOELORA_ALIGN_UNIFORM,   /* by (expert, adapter); a block holds one pair */
   MOELORA_ALIGN_SEGMENTED, /* by expert, then adapter; only experts are padded to blocks */
-  MOELORA_ALIGN_SORTING,   /* CK-tile's moe_sorting: token ids, weights; a block per empty expert */
+  MOELORA_ALIGN_SORTING,   /* as CK-tile's moe_sorting; empty local experts get a block, too */
 } moelora_align_mode;
 
-/* Rows are sorted by local expert, then adapter (-1 first), then flat row index. The caller chooses
- * `blocks`, at least moelora_align_max_blocks(); rows = blocks * block_size. */
+/* Rows are sorted by local expert, then (UNIFORM and SEGMENTED) adapter, -1 first, then flat row
+ * index. The caller chooses `blocks`, at least moelora_align_max_blocks(); rows = blocks *
+ * block_size. */
 typedef struct moelora_align_args {
   moelora_align_mode mode;
   int32_t num_experts; /* with expert_map: the number of global experts, expert_map.size(0) */
@@ -223,11 +224,11 @@ typedef enum moelora_row_order {
  * low and the high half are register a_i of the instruction: columns c and c + 1 = 16 s + 2 (t % 4)
  * of r (i = 0) and of r + 8 (i = 1), columns c + 8 and c + 9 of r (i = 2) and of r + 8 (i = 3). For
  * INT4, value i is nibble i of its half. For NF4 and BNB_FP4, it is nibble 2 i (low half) or 2 i +
- * 1 (high half) of the word, an index into the numbers in formats.inc. For e2m1, its sign, exponent
- * and mantissa are bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3 (i = 1); 9, 2, 1, 0 (i = 2); 13, 11, 10,
- * 14 (i = 3). Scales of r and r + 8 are at [w][r % 8]; G is 4 for groups of 16, 2 for groups of 32,
- * else 1. The representation of a scale depends on the dtype of the activations: an MXFP4 scale
- * 2^(s - 127) is stored as the byte s + 126 for bf16 and s - 98 for fp16, or 0 if s is smaller; an
+ * 1 (high half) of the word, an index into the numbers in formats.inc. For e2m1, sign,
+ * exponent and mantissa of value i are bits 15, 8, 7, 6 (i = 0); 12, 5, 4, 3 (i = 1); 9, 2, 1, 0 (i
+ * = 2); 13, 11, 10, 14 (i = 3). Scales of r and r + 8 are at [w][r % 8]; G is 4 for groups of 16, 2
+ * for groups of 32, else 1. The representation of a scale depends on the dtype of the activations:
+ * an MXFP4 scale 2^(s - 127) is stored as the byte s + 126 for bf16 and max(s - 98, 0) for fp16; an
  * INT4 scale is rounded to that dtype. An NVFP4 scale has a five-bit exponent with bias 22 and a
  * three-bit mantissa for both; the values of a group whose scale is 0 are 0.
  *
@@ -244,8 +245,8 @@ typedef struct moelora_layout {
   moelora_format format;
   moelora_row_order order;
   int64_t rows;       /* N; K is that of the activations */
-  moelora_x_format x; /* NATIVE except for FP8 */
-  float x_scale;      /* STATIC: finite and positive; otherwise 0 */
+  moelora_x_format x; /* NATIVE unless the weights are FP8 */
+  float x_scale;      /* STATIC: a positive normal number; otherwise 0 */
 } moelora_layout;
 
 /* Returns the bytes per tile; 0 for MOELORA_NATIVE. */
@@ -376,7 +377,7 @@ typedef struct moelora_experts_args {
    * min(max(u, -limit), limit). situ takes the cap of u as limit, by default none. */
   double activation_alpha, activation_limit;
   bool apply_router_weight_on_input; /* requires top_k == 1 */
-  moelora_tensor out;  /* [M, K]; may alias hidden_states, unless `saved` is present */
+  moelora_tensor out;  /* [M, K]; may be hidden_states itself, unless `saved` is present */
   moelora_saved saved; /* outputs; `out` has the same bits with and without them */
 } moelora_experts_args;
 
@@ -411,14 +412,13 @@ typedef struct moelora_experts_grads {
  *   dB13[l,e]  += dgu^T (s x A13^T)                dA13[l,e] += s (dgu B13)^T x
  *   dw13_bias[e] += dgu                            dw2_bias[e] += t dout[m]
  *
- * With apply_router_weight_on_input, x is replaced by t x, then t by 1 in all of the above, and dt
- * = <dgu (W13[e] + s B13 A13), x>. Operands of products are rounded to the dtype of hidden_states
- * once. Sums are float32, over the rows of an (expert, adapter) in the order of p; for a factor
- * that experts share, these sums are added in the order of experts. Gradients are therefore
- * deterministic, and those of an adapter do not depend on which other adapters have rows in the
- * call. dx of base rows is bit-identical to dx without adapters. Values of an adapter's rows and
- * factors, NaN included, never reach other rows or other adapters' gradients, except for biases,
- * whose gradients sum over all rows.
+ * With apply_router_weight_on_input, t x replaces x and 1 replaces t above, dx is multiplied by t,
+ * and dt = <dgu (W13[e] + s B13 A13), x>. Operands of products are rounded once, to the dtype of
+ * hidden_states. Sums are float32, in an order that depends only on p and, for a factor that
+ * experts share, on the experts. Gradients are therefore deterministic, and those of an adapter do
+ * not depend on which other adapters have rows in the call. dx of base rows is bit-identical to dx
+ * without adapters. Values of an adapter's rows and factors, NaN included, never reach other rows
+ * or other adapters' gradients, except for biases, whose gradients sum over all rows of an expert.
  *
  * Quantized weights are dequantized to the dtype of hidden_states; if the forward rounds
  * activations to e4m3, the backward treats that rounding as the identity. */
@@ -488,8 +488,8 @@ typedef struct moelora_delta_args {
   int64_t num_tokens;      /* M and top_k of lists; otherwise taken from topk_ids */
   int32_t top_k;
   moelora_adapters adapters;
-  /* a is absent in an expand, b in a shrink. Factors have the dtype of x or h; with x, out and
-   * topk_ids they may also be float32, which the call rounds to that dtype. */
+  /* An expand does not read a, a shrink does not read b. Factors have the dtype of x or h; with x,
+   * out and topk_ids they may also be float32, which the call rounds to that dtype. */
   moelora_lora lora;
   moelora_tensor x; /* [M, K] or [P, K] */
   moelora_tensor h; /* [slices, M, top_k, R] */
@@ -507,7 +507,7 @@ moelora_status moelora_prepare_delta(const moelora_delta_args *args, const moelo
  *   out[m] += sum over j of topk_weights[m,j] * s[l] * B2 A2 (silu(Bg Ag x[m]) * (Bu Au x[m]))
  *
  * This differs from the LoRA of a layer: the activation does not see the base product. Scalings
- * apply once, in the second half. Tokens without an adapter are left unchanged. */
+ * apply once, to the down projection. Tokens without an adapter are left unchanged. */
 typedef struct moelora_mlp_delta_args {
   int32_t num_experts;
   moelora_tensor hidden_states; /* [M, K] */
@@ -532,25 +532,26 @@ moelora_status moelora_pack_weights(const moelora_tensor *w, const moelora_tenso
 
 /* Returns whether this build and this machine can run on `device`. */
 bool moelora_has_device(moelora_device device);
-/* Returns CPU features that dispatch depends on, such as "avx2 fma f16c avx512f avx512_bf16". */
+/* Returns the CPU features in use that dispatch depends on, such as "avx2 fma f16c"; "": none. */
 const char *moelora_cpu_features(void);
 /* Returns the name of a compiled kernel variant, usable or not; NULL past the end. */
 const char *moelora_variant_name(int32_t index);
 /* Returns whether the variant can run on this machine. */
 bool moelora_variant_usable(int32_t index);
-/* Forces variants: from now on, every plan uses them wherever they support the problem. `names` is
- * a comma-separated list with at most one variant per role (projection, whole layer, sort, shrink,
- * expand, sum, product of the backward); NULL clears it. The environment variable
- * MOELORA_FORCE_VARIANT sets the initial list; if it names an unknown variant, or two of one role,
- * every operator fails. */
+/* Forces variants: from now on, every plan uses them wherever they support the problem. FP8
+ * products on a GPU use a forced variant only if it runs on the same instruction, mma.sync or
+ * wgmma, as the variant that it replaces, since their bits differ. `names` is a comma-separated
+ * list with at most one variant per role (projection, whole layer, sort, shrink, expand, sum,
+ * product of the backward); NULL clears it. The environment variable MOELORA_FORCE_VARIANT sets the
+ * initial list; if it names an unknown variant, or two of one role, operators fail. */
 moelora_status moelora_force_variant(const char *names);
 /* Limits the compute capability (80, 90, ...): from now on, newer GPUs only run kernels that GPUs
  * of this capability also run; 0 removes the limit. The environment variable MOELORA_MAX_CC sets
- * the initial limit; if it is not a valid number, every operator fails. */
+ * the initial limit; if it is not a valid number, operators fail. */
 moelora_status moelora_limit_capability(int32_t compute_capability);
 /* A measured plan: on such a device, a layer of these sizes with at most `tokens` tokens runs
  * `variant`, unless a plan with fewer tokens suffices; the plan with most tokens also serves
- * larger batches. If the variant cannot run, the built-in table decides. Variants of different
+ * larger batches. If the variant cannot run, the built-in selection decides. Variants of different
  * roles (e.g. projection and shrink) are independent plans. */
 typedef struct moelora_tuned_plan {
   moelora_device device;
@@ -565,16 +566,16 @@ typedef struct moelora_tuned_plan {
   const char *variant;
 } moelora_tuned_plan;
 
-/* Adds a plan. It replaces an earlier one for the same layer and tokens, in calls prepared from
- * now on. */
+/* Adds a plan for calls prepared from now on. It replaces an earlier one for the same device,
+ * layer, tokens and role of the variant. */
 moelora_status moelora_add_tuned_plan(const moelora_tuned_plan *plan);
 /* Removes all plans. Must not be called while operators run on other threads. */
 void moelora_clear_tuned_plans(void);
-/* Returns the kernels of the last call on this thread: "w=gemm_bf16_avx2"; for a layer
- * "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16"; for a delta "delta=gemm_bf16_avx2" or, on a
- * GPU, the family of its kernels, "delta=adapters_sm90"; for a backward "backward=...". On a GPU
- * the other kernels follow, as in " shrink13=... shrink2=... sort=... sum=...". The environment
- * variable MOELORA_LOG=plan prints every choice and its reason to stderr. */
+/* Returns the kernels of this thread's last call, other than packing or alignment on a CPU:
+ * "w=gemm_bf16_avx2"; for a layer "w13=gemm_bf16_avx512bf16 w2=gemm_bf16_avx512bf16"; for a delta
+ * "delta=gemm_bf16_avx2" or, on a GPU, the family of its kernels, "delta=adapters_sm90"; for a
+ * backward "backward=...". On a GPU, "shrink13=... shrink2=... sort=... sum=..." follow. With
+ * MOELORA_LOG=plan in the environment, kernels and launch parameters are printed to stderr. */
 const char *moelora_last_plan(void);
 
 MOELORA_END_C

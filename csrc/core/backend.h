@@ -79,8 +79,7 @@ typedef struct moelora_unpack_quantized_args {
 
 /* validate*.c: moelora_check_<NAME> checks the arguments and fills the problem.
  * run.c: moelora_run_<NAME> checks and runs a conversion.
- * plan_*.c: moelora_plan_<NAME> is a pure function of its arguments and of the forced and tuned
- * variants. */
+ * plan_*.c: moelora_plan_<NAME> fills the plan, which plans.h describes. */
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
   moelora_status moelora_check_##NAME(const moelora_##NAME##_args *args,                           \
                                       moelora_##PROBLEM *problem);                                 \

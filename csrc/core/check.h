@@ -165,7 +165,7 @@ typedef struct moelora_arguments {
   int32_t count;
   moelora_arg compute; /* first compute tensor; others must have its dtype; tensor NULL: none yet */
   const moelora_tensor *written; /* an input that is checked as an output; NULL: none */
-  const moelora_tensor *aliased; /* an input that shares the memory of an output; NULL: none */
+  const moelora_tensor *aliased; /* an input that an output may overwrite; NULL: none */
   moelora_extent slots;          /* max_loras; if unknown, the first factor defines it */
   int32_t num_sizes;
   struct {
@@ -175,7 +175,7 @@ typedef struct moelora_arguments {
   } sizes[MOELORA_MAX_NAMED];
 } moelora_arguments;
 
-/* moelora_begin_<NAME> checks dimensions, dtypes and strides of all rows that are not special. */
+/* moelora_begin_<NAME> checks numbers, and the views and dtypes of tensors that are not special. */
 #define OPERATOR(NAME, ...)                                                                        \
   moelora_status moelora_begin_##NAME(const moelora_##NAME##_args *args, moelora_arguments *all);
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
@@ -236,7 +236,7 @@ moelora_status moelora_check_projection(moelora_arguments *all, const moelora_ge
  * has the rows of the operator; the caller calls moelora_check_fit(). */
 moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
-/* validate.c: checks the tensors that a layer saves for its backward, given saved.gate_up. */
+/* validate.c: checks the tensors that a layer saves for its backward; gate_up must be present. */
 moelora_status moelora_check_saved(moelora_arguments *all, const moelora_experts_args *args,
                                    moelora_experts_problem *problem);
 

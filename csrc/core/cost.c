@@ -1,7 +1,7 @@
 /* Costs that plans compare, in nanoseconds on the device.
  *
  * To compare launches with memory traffic, plans assume that a launch takes the same time on any
- * GPU. Bytes are divided by the bandwidth, a constant for measured GPUs, else a share of the peak.
+ * GPU. Bytes are divided by the bandwidth: as measured, or a share of the peak if that is known.
  *
  * The time of a projection's tile follows from five resources: memory, L2, tensor cores, shared
  * memory, and the ALUs that dequantize. The slowest resource hides most of the time of the others,
@@ -16,8 +16,8 @@
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* H200, and H200 with MOELORA_MAX_CC=80, for the portable kernels. H100 and GH200 have the same
- * chip and match the same row; they have not been measured. */
+/* An H200 as sm_90 and as sm_80. H100 SXM and GH200 have the same chip and match the first row, but
+ * have not been measured. */
 static const struct {
   int32_t compute_capability, num_units;
   double bytes_per_ns;
@@ -46,9 +46,9 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
 
 /* ---- tile of a projection ---- */
 
-/* Rates of one SM per clock. Tensor core peaks are dense 16-bit rates from the data sheets; the
- * other figures are fitted to the measured tables of an H200 (tests/plans/test_plan_tiles.py counts
- * how often model and tables agree). */
+/* Rates of one SM per clock, and shares. tensor_flops() has dense 16-bit peaks from data sheets;
+ * the figures below are fitted to the measured tables of an H200 (tests/plans/test_plan_tiles.py
+ * counts how often model and tables agree). */
 #define L2_BYTES 20.7
 #define SHARED_BYTES 116.  /* the peak is 128 */
 #define DEQUANTIZED 25.    /* weights */
@@ -66,16 +66,17 @@ static double tensor_flops(const moelora_variant *v, const moelora_device_info *
   return TENSOR_SHARE * (capability == 80 ? 2048 : 1024);
 }
 
-/* Returns the number of CTAs per SM that hide each other's latency. Hopper kernels with 128 weight
- * rows have two, if shared memory holds the stages of both and 2 KiB each. Portable kernels count
- * as two: eight warps, in one CTA or in two. */
+/* Returns the number of CTAs per SM that hide each other's latency: two for Hopper kernels with 128
+ * weight rows, if shared memory holds the stages of both and 2 KiB each, else one. Portable kernels
+ * count as two: eight warps, in one CTA or in two. */
 static double resident(const moelora_variant *v, const moelora_device_info *device) {
   const bool fit = 2 * (moelora_pipeline_bytes(v) + 2048) <= device->shared_bytes + 1024;
   return v->needs != MOELORA_SM90 || (moelora_shares_sm(v->block_n) && fit) ? 2 : 1;
 }
 
-/* Returns the expected number of blocks of an expert whose number of rows is Poisson distributed
- * with mean `rows`: the sum over j of the probability of more than j * block rows. */
+/* Estimates the number of blocks of an expert with about `rows` rows (Poisson, approximated by a
+ * normal distribution): 1, plus for each j >= 1 the probability of more than j * block rows. If the
+ * deviation exceeds half a block, a partial block adds 1/2 on average. */
 static double expected_blocks(double rows, double block) {
   const double deviation = sqrt(rows);
   double blocks = 1;
@@ -86,8 +87,8 @@ static double expected_blocks(double rows, double block) {
   return blocks;
 }
 
-/* Returns how many rows a block multiplies. Kernels use the narrowest width that holds its rows:
- * from half of block_m on in steps of 16; if token-major, in steps of 64. */
+/* Estimates how many rows a block multiplies: its rows, rounded up to 16 (token-major: to 64), but
+ * at least half of block_m. */
 static double expected_width(const moelora_variant *v, double rows_of_block) {
   const bool first = moelora_is_token_major(v->format, v->block_m) && v->needs == MOELORA_SM90;
   const double step = first ? 64 : 16;

@@ -36,8 +36,8 @@ typedef enum moelora_scale {
   MOELORA_SCALE_F32,     /* four bytes */
 } moelora_scale;
 
-/* Weight format of CUDA kernels: one moelora_format, or several that differ in the layout of their
- * scales or in the numbers of looked-up codes; and whether x is 16-bit or e4m3. */
+/* Weight format of CUDA kernels: one moelora_format, or several that differ in the layout of
+ * scales, in zero points, or in the numbers of looked-up codes; and whether x is 16-bit or e4m3. */
 typedef enum moelora_kernel_format {
   MOELORA_KERNEL_NONE = -1,
 #define MOELORA_KERNEL(NAME, TEXT, FORMAT) MOELORA_KERNEL_##NAME,
@@ -241,13 +241,13 @@ static MOELORA_CONSTEXPR int32_t moelora_x_group(moelora_format format) {
              : 128;
 }
 
-/* Exponent d: CUDA kernels keep accumulators scaled by 2^-d until the epilogue. For bf16, the
- * scales of INT4 nibbles and of looked-up codes would otherwise overflow. */
+/* Exponent d: forward CUDA kernels keep accumulators scaled by 2^-d until the epilogue. For bf16,
+ * the scales of INT4 nibbles and of looked-up codes would otherwise overflow. */
 static MOELORA_CONSTEXPR int32_t moelora_deferred_exponent(moelora_format format, bool is_bf16) {
   return is_bf16 && moelora_values_of(format) >= MOELORA_VALUES_U4 ? 24 : 0;
 }
 
-/* Exponent d: CUDA kernels scale accumulators by 2^d, in addition to the tile's scale. */
+/* Exponent d: CUDA kernels multiply the scale of a tile by 2^d. */
 static MOELORA_CONSTEXPR int32_t moelora_tile_scale_exponent(bool is_bf16) {
   return is_bf16 ? 8 : 7;
 }
@@ -275,7 +275,7 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format
              (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
-/* Returns the bytes of an FP8 tile: values, and one scale per row or four (two in use). */
+/* Returns the bytes of an FP8 tile: values, and 64 scales (of rows) or 4 (two in use). */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
   return MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4;
 }
@@ -317,7 +317,7 @@ static MOELORA_CONSTEXPR int32_t moelora_scale_index(int32_t groups, int32_t r, 
 }
 
 /* Converts a non-negative e4m3 scale to the representation of tiles: a five-bit exponent with bias
- * 22 and a three-bit mantissa, in which only 0 is subnormal. */
+ * 22 and a three-bit mantissa, without subnormals other than 0. */
 static MOELORA_CONSTEXPR uint8_t moelora_e5m3_of_e4m3(uint8_t scale) {
   return (uint8_t)(scale >= 8   ? scale + 120
                    : scale >= 4 ? 120 + (scale - 4) * 2

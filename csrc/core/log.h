@@ -4,7 +4,7 @@
 
 typedef enum moelora_log_level {
   MOELORA_LOG_NOTHING = 0,
-  MOELORA_LOG_PLAN,   /* kernels of every planned call, and why */
+  MOELORA_LOG_PLAN,   /* kernels and launch parameters of every call */
   MOELORA_LOG_SHAPES, /* also the arguments of every call, printed by the Python layer */
 } moelora_log_level;
 

@@ -23,12 +23,12 @@ bool moelora_stores_by_row(const moelora_variant *variant);
  * MOELORA_VARIANTS excluded; run.c then rejects the call. */
 bool moelora_is_built(const moelora_variant *variant);
 
-/* family.c: checks MOELORA_MAX_CC; returns a device with the limited compute capability. */
+/* family.c: checks MOELORA_MAX_CC; limits capability and shared memory of a device. */
 moelora_status moelora_check_limit(void);
 moelora_device_info moelora_limited(const moelora_device_info *device);
-/* Whether the device supports the variant's instructions. */
+/* Whether the device, within the limit, has the instructions and shared memory of the variant. */
 bool moelora_variant_runs_on(const moelora_variant *variant, const moelora_device_info *device);
-/* Returns the family whose kernels the device runs: its own, or the portable one. */
+/* Returns the newest family whose kernels the device runs, within the limit. */
 moelora_family moelora_family_of(const moelora_device_info *device);
 
 /* forced.c: checks all environment variables that affect plans. */
@@ -42,7 +42,7 @@ bool moelora_is_forced(const moelora_variant *variant);
 moelora_status moelora_no_kernel_for(moelora_dtype dtype, const char *more,
                                      const moelora_device_info *device);
 
-/* tuned.c: returns the variant of this role that a tuned plan names for the layer on such a device,
+/* tuned.c: returns the variant of this role that a tuned plan names for the layer on this device,
  * or NULL. A whole-layer variant has the role GEMM here. */
 const moelora_variant *moelora_tuned_variant(const moelora_experts_problem *problem,
                                              const moelora_device_info *device, moelora_role role);
@@ -124,7 +124,7 @@ typedef struct moelora_shrink_load {
   int64_t depth;
   bool vectors;   /* x and A allow 16-byte accesses */
   bool boxes;     /* tensor maps can describe A, and offsets of rows of x fit 32 bits */
-  int64_t listed; /* segments listed for whole-segment kernels, with empty ones; 0: none */
+  int64_t listed; /* segments that the sort lists, with empty ones; 0: no usable list */
   const moelora_variant *tuned; /* row to use if it supports the problem; NULL: none */
   /* only for a shrink over blocks of a GEMM */
   int64_t max_blocks;
@@ -154,7 +154,7 @@ typedef struct moelora_windows {
 } moelora_windows;
 
 /* plan_windows.c: splits the rows into equal windows of at most `most` rows for `workers` workers.
- * No window gets more workers than it has items; an item is `part` rows of a segment in one of
+ * No window gets more workers than it can have items; an item is `part` rows of a segment in one of
  * `columns` column tiles. */
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
                                     moelora_delta_order order, int64_t most, int64_t part,
@@ -163,7 +163,7 @@ moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_
 /* plan_log.c: logs under MOELORA_LOG=plan why a forced or tuned row is not used. */
 void moelora_log_passed_over(const moelora_variant *variant, const char *why);
 
-/* plan_log.c: records an executed plan for moelora_last_plan; logs it under MOELORA_LOG=plan. */
+/* plan_log.c: records the plan of a call for moelora_last_plan; logs it under MOELORA_LOG=plan. */
 #define OPERATOR(NAME, PROBLEM, PLAN, ...)                                                         \
   void moelora_note_##NAME(const moelora_##PROBLEM *problem, const moelora_device_info *device,    \
                            const moelora_##PLAN *plan);

@@ -43,10 +43,10 @@ static moelora_gemm_backward_needs find_gemm_needs(const moelora_gemm_backward_p
 
 /* ---- CUDA ---- */
 
-/* Returns the rows per block for an average number of rows per expert. As in the forward, blocks
- * exceed the average, so that nearly every expert fits in one. For larger experts, a k step of a
- * cluster of two CTAs with n rows each takes 512 + 5 n cycles, bound by shared memory, so fewer,
- * larger blocks are faster; if an expert has many blocks, larger ones only add padding. */
+/* Returns the fastest number of rows per block for an average number of rows per expert. Nearly
+ * every small expert fits one block. A k step of two CTAs with n rows each takes 512 + 5 n cycles,
+ * bound by shared memory, which favors blocks of 144 rows for experts of two to five blocks; in
+ * larger experts, they only add padding. */
 static int32_t rows_of_block(int64_t rows) {
   return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : rows <= 192 || rows > 640 ? 128 : 144;
 }
@@ -88,7 +88,7 @@ typedef struct back_access {
   moelora_kernel_format first_format; /* weights of the first product, which uses the same blocks */
 } back_access;
 
-/* Hopper kernels read tiles of gate and up rows as consecutive rows of K, without padding. */
+/* Whether Hopper kernels can read the tiles: in GATE_UP order, gate rows must fill whole tiles. */
 static bool has_consecutive_tiles(const moelora_weights *w) {
   return w->order != MOELORA_ROWS_GATE_UP || w->n / 2 % MOELORA_PACK == 0;
 }

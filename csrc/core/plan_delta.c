@@ -125,7 +125,7 @@ static moelora_expand_plan plan_expand(const expand_load *load, const moelora_de
   int64_t tiles = 0;
   for (int32_t i = 0; i < slices; i++)
     tiles += moelora_divide_up(moelora_slice_columns(load->lora, i), v->block_n);
-  if (load->gated) /* gate and up in one slice, or in one slice each */
+  if (load->gated) /* gate and up in one slice, or in half of the slices each */
     tiles = slices == 1 ? moelora_divide_up(n / 2, v->block_n)
                         : slices / 2 * moelora_divide_up(n, v->block_n);
   if (tiles == 0)

@@ -82,7 +82,7 @@ static bool quantizes_by_64(const moelora_weights *w) {
          moelora_x_group(w->format) == 64;
 }
 
-/* Picks the forced variant if it supports the problem, otherwise the best variant. */
+/* Picks the forced variant if it supports the problem and keeps the bits, else the best variant. */
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
@@ -181,7 +181,7 @@ static const moelora_variant *tuned_for(moelora_role role, const moelora_experts
   return tuned && moelora_variant_runs_on(tuned, device) ? tuned : NULL;
 }
 
-/* Returns the tuned variant if it supports the problem, unless the picked one is forced. */
+/* Returns the tuned variant if it suits the problem and `picked` is not forced, else `picked`. */
 static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
                                            const moelora_variant *picked,
                                            const moelora_access *access,
@@ -192,7 +192,7 @@ static const moelora_variant *prefer_tuned(const moelora_variant *tuned,
              : picked;
 }
 
-/* Plans the launches around the projections of a layer that run `gemm`. */
+/* Plans the launches of a layer on a GPU; `gemm` is the kernel of w13. */
 static void plan_around(const moelora_experts_problem *p, const moelora_variant *gemm,
                         const moelora_device_info *device, const moelora_device_info *seen,
                         moelora_experts_plan *plan) {
@@ -234,7 +234,8 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
       moelora_plan_projection_shrink(&first, gemm, &plan->align, tuned_shrink, device);
   plan->shrink[1] =
       moelora_plan_projection_shrink(&second, gemm, &plan->align, tuned_shrink, device);
-  /* In training, z is not padded to blocks, to save memory. */
+  /* In training, z is stored by flat row where the kernel of w2 can read it so: padding it to
+   * blocks takes memory. */
   plan->z_by_row =
       p->saved.gate_up && (plan->w2->needs != MOELORA_SM90 || moelora_stores_by_row(plan->w2));
   plan->sum = moelora_plan_sum(p->dtype, moelora_is_vector_row(p->out, p->out_stride, p->hidden),

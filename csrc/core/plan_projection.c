@@ -45,7 +45,7 @@ static bool cuts_boxes(const moelora_projection_load *load) {
 }
 
 /* Returns the number of counters of a tile scheduler: one for the tiles fetched and, if it is
- * dynamic, one per tile for the next tile. SIZE_MAX exceeds any workspace. */
+ * dynamic, one per tile for its successor. Saturates at SIZE_MAX, which exceeds any workspace. */
 static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
     return 1;
@@ -59,9 +59,9 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
  * often, but more time passes until another block reads the same weights. */
 enum { MAX_RUN_COLUMNS = 8 };
 
-/* Returns the number of tiles in a run of the dynamic tile scheduler: 1 if a tile has enough k
- * steps to hide the search for the next one. Tiles of a run share their adapters, so there must be
- * one slice. */
+/* Returns the number of tiles in a run of the dynamic tile scheduler; 1: no runs. Tiles with enough
+ * k steps to hide the search for the next tile need none. Tiles of a run share their adapters, so
+ * there must be at most one slice. */
 static int32_t run_of(const moelora_projection_load *load, const moelora_variant *v) {
   if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n) ||
       epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN || load->lora->num_slices > 1 ||

@@ -12,8 +12,8 @@ enum {
   FEW_TOKENS = 32,     /* maximum per item, if larger items would leave CTAs idle */
   MANY_TOKENS = 48,    /* maximum per item otherwise: larger items reread A less */
   NARROW = 32,         /* maximum rows of A that count as narrow */
-  STAGED_RANKS = 64,   /* maximum of segments.cu: more would exceed its registers */
-  HALF_ROWS = 16,      /* rows of x, above which half of the registers are left to the next GEMM */
+  STAGED_RANKS = 64,   /* maximum of segments.cu (registers); also a threshold on sm_90 */
+  HALF_ROWS = 16,      /* routed rows; with more, the next GEMM gets half of the registers */
   BLOCK_SHARES = 8,    /* work units per block and tile of ranks */
   SHARE_ITEMS = 32,    /* maximum items of a work unit: items.cuh */
   THIN_SHARES = 2, /* per tile of ranks, if blocks have at most a row: more delays the next GEMM */
@@ -124,8 +124,7 @@ static bool are_long_blocks(const moelora_shrink_load *load, const moelora_devic
 }
 
 /* Returns the number of work units per block. Prefers one unit per warp, if that makes at least a
- * quarter of the usual number: a warp with a second unit would search another block for at most one
- * item, while the next GEMM waits for the SM. */
+ * quarter of the usual number: for a second unit, a warp searches another block for few items. */
 static int64_t shares_of(const moelora_shrink_load *load, const moelora_variant *v,
                          const moelora_device_info *device) {
   const int64_t chunks = moelora_divide_up(load->columns, v->block_n);

@@ -16,7 +16,8 @@ enum {
   MAX_CHUNK_ITEMS = 63 * MOELORA_SORT_THREADS, /* counts are 16 bits wide */
   ROUND_WORDS = 1000, /* words of the table that a CTA reads in the time in which it counts
                          MOELORA_SORT_THREADS items */
-  TINY_ITEMS = 64,    /* maximum for the sort by pairwise comparison, which needs compact outputs */
+  TINY_ITEMS = 64,    /* maximum for the sort by pairwise comparison, which gives no blocks to empty
+                         experts and zeroes no memory */
   /* lists: minimum rows per CTA, since each CTA computes the whole layout */
   PART_ROWS = 4096,
   MAX_PARTS = 32,
@@ -66,8 +67,8 @@ static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows
       at_most(moelora_divide_up(moelora_divide_up(items, MAX_LARGE_CHUNKS), threads) * threads,
               MAX_CHUNK_ITEMS);
   const int64_t chunks = moelora_divide_up(items, size), words = (keys + 1) / 2;
-  /* With q chunks per table row, a CTA counts the items of q chunks (`threads` items in the time of
-   * ROUND_WORDS words) and reads chunks * words / q words: best if both take equal time. */
+  /* With q chunks per table row, a CTA counts the items of up to q chunks (`threads` items in the
+   * time of ROUND_WORDS words) and reads chunks * words / q words: best if both take equal time. */
   int64_t q = 1;
   while ((q + 1) * (q + 1) * (size / threads) * ROUND_WORDS <= chunks * words &&
          (q + 1) * size <= MAX_CHUNK_ITEMS)
@@ -184,8 +185,8 @@ void moelora_plan_blocks(const moelora_routes *routes, int32_t rows, int32_t clu
       rows == 1 ? routes->num_rows : moelora_max_blocks(routes, rows, cluster);
   const alignment a = {MOELORA_ALIGN_SEGMENTED, routes, max_blocks * rows, false};
   plan_alignment(&a, device, tuned, plan);
-  /* The single CTA of the sort by pairwise comparison also resolves the tables, unless the rows are
-   * not padded to blocks: other kernels then need the resolved tables. The first of two sorts has
-   * tokens, and would resolve no rows. */
+  /* The sort by pairwise comparison also resolves the tables, in its single CTA, with two
+   * exceptions: for blocks of one row an earlier launch resolves them, and the first of two sorts
+   * has tokens instead of rows. */
   plan->resolves = rows == 1 || plan->tokens.variant || plan->rows.variant->block_m > TINY_ITEMS;
 }

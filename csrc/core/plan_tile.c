@@ -1,13 +1,13 @@
 /* Selects the kernel of a projection or a layer. Every variant is a candidate; each one that is not
  * selected gets a reason:
  *
- *   it does not support the problem or the device                  moelora_tile_misfit
+ *   it does not support the problem or the device     moelora_tile_misfit, moelora_variant_runs_on
  *   one launch for the whole layer is faster, or several are       keep_layer
  *   the device has newer instructions                              keep_newest
  *   measured GPU: another tile was fastest                         keep_measured
  *   other GPUs: another tile is faster by the model (cost.c)       keep_fastest
  *
- * Nothing here depends on adapters: a base row runs the same kernel in any batch. */
+ * Nothing here depends on adapters: a base row runs the same kernel with and without them. */
 #include "core/plan_tile.h"
 
 #include <math.h>
@@ -198,8 +198,8 @@ static void keep_measured(tile_list list, shape want) {
   keep(list, best, "another tile was measured faster");
 }
 
-/* The model cannot rank times within this factor. Among such tiles, keeps the smallest that holds
- * an average expert, since it has the least padding, or else the largest, since it reads least. */
+/* The model cannot rank tiles whose times are within this factor. keep_fastest() takes the smallest
+ * of them that holds an average expert (least padding), or else the largest (fewest reads). */
 #define TIE_FACTOR 1.01
 
 static void keep_fastest(tile_list list, int64_t rows) {
@@ -246,7 +246,7 @@ int32_t moelora_list_tiles(int64_t rows, moelora_dtype dtype, const moelora_acce
   keep_layer(list, access->few);
   keep_newest(list);
   if (device->device == MOELORA_CPU)
-    return list.count; /* there is one row for each instruction set */
+    return list.count; /* one variant for each instruction set */
   if (moelora_is_measured(device)) {
     keep_measured(list, measured_shape(rows, access));
     return list.count;

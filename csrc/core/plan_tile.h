@@ -4,8 +4,9 @@
 
 #include "core/plan.h"
 
-/* What the shapes, strides and pointers of a problem, except for those of adapters, permit: 16-byte
- * accesses (vectors), TMA boxes of 64 weight rows (tma), a single launch of a layer (decode). */
+/* Inputs to the selection. `vectors`, `tma`, `decode`: whether the problem, except for its
+ * adapters, permits 16-byte accesses, TMA or bulk copies of weights, and a single launch of a
+ * layer. */
 typedef struct moelora_access {
   bool vectors, tma, decode;
   bool few;       /* a single launch of the layer is faster than several */
@@ -45,8 +46,8 @@ double moelora_model_ns(const moelora_variant *variant, int64_t rows, const moel
 /* Returns why a variant does not support a problem; NULL: it does. */
 const char *moelora_tile_misfit(const moelora_variant *variant, const moelora_access *access,
                                 const moelora_device_info *device);
-/* Returns the variant that differs from `variant` only in the weight format (and name), and runs on
- * the device; NULL: there is none. */
+/* Returns the variant for weights of `format` with the role, dtype, family, block_m and cluster of
+ * `variant` that runs on the device; NULL: there is none. On a CPU: `variant`. */
 const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);

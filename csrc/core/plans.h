@@ -1,9 +1,9 @@
 /* A plan: the kernel of each launch of a call, and its launch parameters.
  *
- * A plan depends on the problem, except for the contents of its tensors, on moelora_device_info and
- * on forced or tuned variants. It names a kernel wherever there are several. Launchers only query
- * the driver for the CTAs or clusters that are resident at once, and run `staged` if a kernel of a
- * whole layer does not fit. */
+ * A plan depends on the problem, except for the contents of its tensors, on moelora_device_info, on
+ * forced and tuned variants, and on the limit of the compute capability. It names a kernel wherever
+ * there are several. Launchers only query the driver for the CTAs or clusters that are resident at
+ * once, and run `staged` if a kernel of a whole layer does not fit. */
 #ifndef MOELORA_CORE_PLANS_H
 #define MOELORA_CORE_PLANS_H
 
@@ -11,8 +11,7 @@
 
 MOELORA_BEGIN_C
 
-/* GPU architecture that a kernel is written for. A later family is not a superset: kernels of one
- * family need not run on later architectures. */
+/* GPU architecture that a kernel is written for. Later architectures need not run its kernels. */
 typedef enum moelora_family {
   MOELORA_SM80, /* mma.sync and cp.async: all GPUs from 8.0 on */
   MOELORA_SM90, /* wgmma and TMA: 9.0 only */
@@ -64,8 +63,8 @@ typedef struct moelora_variant {
   int32_t stages;
   int32_t cluster; /* CUDA: CTAs of a cluster, which multicast weight rows */
   int32_t warps;   /* CUDA: warps per CTA; 0: not used */
-  int32_t ctas;    /* CUDA: CTAs per SM, limited by registers */
-  int32_t spans;   /* CUDA: warps of a CTA that split K */
+  int32_t ctas;    /* CUDA: CTAs per SM of the launch bounds; 0: not used */
+  int32_t spans;   /* CUDA: parts of K that different warps sum; 0: not used */
   bool elements;   /* CUDA: supports operands without 16-byte alignment */
   bool gated;      /* CUDA: expand with silu(gate) * up */
 } moelora_variant;
@@ -90,8 +89,8 @@ static MOELORA_CONSTEXPR bool moelora_uses_mma_sync(moelora_kernel_format format
   return moelora_is_dequantized_kernel(format) && block_m <= 16;
 }
 
-/* Whether the tile scheduler is dynamic and publishes each tile's successor; otherwise it uses a
- * plain atomic counter, or a static schedule. */
+/* Whether the tile scheduler of a Hopper GEMM is dynamic (sm90/tile_scheduler.cuh); otherwise the
+ * schedule is static. */
 static MOELORA_CONSTEXPR bool moelora_has_dynamic_schedule(int32_t block_n) {
   return !moelora_shares_sm(block_n);
 }
@@ -112,8 +111,8 @@ static MOELORA_CONSTEXPR bool moelora_is_token_major(moelora_kernel_format forma
 }
 
 /* Number of consecutive blocks that must belong to one expert, since a cluster of CTAs multicasts
- * its weights; the last of them may be empty. 1 for token-major tiles, which pair blocks
- * dynamically: both CTAs of a cluster process an expert's unpaired last block. */
+ * its weights; the last of them may be empty. 1 for token-major tiles: the sort pairs the blocks of
+ * an expert, and both CTAs of a cluster process an unpaired last block. */
 static inline int32_t moelora_cluster_blocks(const moelora_variant *v) {
   return moelora_is_token_major(v->format, v->block_m) ? 1 : v->cluster;
 }
@@ -157,7 +156,7 @@ static inline int32_t moelora_shrink_span(int64_t depth, bool vectors) {
 
 typedef struct moelora_sort_plan {
   const moelora_variant *variant;   /* NULL: none */
-  uint32_t num_chunks, chunk_items; /* CTAs, and items per CTA */
+  uint32_t num_chunks, chunk_items; /* CTAs, and items per CTA; unused by align/tiny.cu */
   uint32_t num_rows, row_chunks;    /* rows of the table of counts, and chunks per row */
   size_t table_bytes;
 } moelora_sort_plan;
@@ -174,7 +173,7 @@ typedef struct moelora_align_plan {
 
 typedef struct moelora_shrink_plan {
   const moelora_variant *variant; /* NULL: no shrink */
-  int32_t part;                   /* maximum number of tokens per work item */
+  int32_t part;                   /* maximum tokens of a work item per team of warps */
   int32_t shares;                 /* work units per block, or CTAs that share a window */
   int32_t group;                  /* adjacent blocks that concurrent CTAs work on */
   bool listed;                    /* the items of listed segments are distributed evenly */
@@ -197,7 +196,7 @@ typedef struct moelora_expand_plan {
 /* Epilogue of a projection's kernel. */
 typedef enum moelora_epilogue_plan {
   MOELORA_EPILOGUE_GENERAL, /* any */
-  /* bias, and relu2 or no activation; Hopper: outputs by flat row, also with routing weights */
+  /* bias, and relu2 or no activation; Hopper: also outputs by flat row, with or without weights */
   MOELORA_EPILOGUE_PLAIN,
   MOELORA_EPILOGUE_GATED, /* bias and a gated activation */
 } moelora_epilogue_plan;

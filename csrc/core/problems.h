@@ -67,7 +67,7 @@ typedef struct moelora_factors {
   int32_t num_slices; /* 0: no adapters */
   int32_t max_rank;   /* R */
   int64_t slice_n;    /* output columns of one slice; of the widest, if a delta's differ */
-  int64_t column[MOELORA_MAX_SLICES + 1]; /* first output column of each slice; then their number */
+  int64_t column[MOELORA_MAX_SLICES + 1]; /* first output column of each slice; [num_slices]: all */
   bool wide; /* float32, to be rounded to the 16-bit compute dtype first */
   moelora_factor a[MOELORA_MAX_SLICES]; /* [max_loras, E, R, K] */
   moelora_factor b[MOELORA_MAX_SLICES]; /* [max_loras, E, columns of the slice, R] */
@@ -97,8 +97,8 @@ typedef struct moelora_align_problem {
   size_t out_to_zero_bytes;
 } moelora_align_problem;
 
-/* out[p] = act(x[row(p)] w[e]^T + LoRA + bias) * weight, for every routed row p. The public
- * operator has no activation; within a layer, only w13 has one. */
+/* out[p] = (x w[e]^T + LoRA + bias) * weight, for every routed row p; the weight is 1 without
+ * mul_routed_weight. */
 typedef struct moelora_gemm_problem {
   moelora_routes routes;
   moelora_dtype dtype;
@@ -169,7 +169,7 @@ typedef struct moelora_experts_backward_problem {
   bool overwrites_gate_up; /* of forward.saved */
 } moelora_experts_backward_problem;
 
-/* The backward of a projection. */
+/* The backward of a projection or of a delta. */
 typedef struct moelora_gemm_backward_problem {
   moelora_gemm_problem forward; /* w.data NULL: a delta; `out` is not used */
   const void *dout;             /* [M, top_k, N] */

@@ -1,4 +1,4 @@
-/* Tuned plans: measured variants, which take precedence over the choice of plan_tile.c.
+/* Tuned plans: measured variants, which take precedence over the built-in choices.
  *
  * Rows are appended under a lock and read without one: readers only use rows below the count, which
  * is increased after a row is complete. */
@@ -67,8 +67,9 @@ void moelora_clear_tuned_plans(void) {
   num_rows = 0;
 }
 
-/* Whether `candidate` is better for `tokens` tokens than an older plan: fewest sufficient tokens,
- * or else most tokens; among equals, the newer plan. */
+/* Returns whether `candidate` replaces `best`, an older plan, for a layer with `tokens` tokens. The
+ * best plan is the smallest one whose key.tokens is at least `tokens`, or the largest one if all
+ * are smaller. A newer plan replaces an equal one. */
 static bool is_better(const row *candidate, const row *best, int64_t tokens) {
   if (!best)
     return true;

@@ -123,7 +123,7 @@ static moelora_status check_number(const char *name, double value, moelora_activ
 /* Returns the g at which silu(g) = `limit`. silu increases for positive g, so min(silu(x), limit) =
  * silu(min(x, g)). */
 static float inverse_silu(float limit) {
-  double g = fmin(2.0 * limit, limit + 0.2785); /* above g: g - silu(g) <= min(g / 2, 0.2785) */
+  double g = fmin(2.0 * limit, limit + 0.2785); /* above g, as g - silu(g) <= min(g / 2, 0.2785) */
   for (int step = 0; step < 8; step++) {        /* Newton's method */
     const double q = 1 / (1 + exp(-g));
     g -= (g * q - limit) / (q * (1 + g * (1 - q)));

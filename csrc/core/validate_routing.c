@@ -67,7 +67,7 @@ void moelora_drop_unused_tables(moelora_routes *routes) {
   routes->adapter_enabled = NULL;
 }
 
-/* Maximum rows per block of an internal alignment. */
+/* Upper bound of the rows per block of an internal alignment. */
 enum { MAX_BLOCK_ROWS = 256 };
 
 moelora_status moelora_check_padded_rows(const moelora_routing *routing,
@@ -102,7 +102,7 @@ static moelora_status check_out_to_zero(const moelora_tensor *out, moelora_align
   return MOELORA_OK;
 }
 
-/* Requires that outputs of other modes are absent, since the call would not write them. */
+/* Requires the outputs of the mode, and that those of other modes are absent. */
 static moelora_status check_mode(const moelora_align_args *args, bool with_adapters) {
   const moelora_arg outputs[] = {MOELORA_ARG("lora_ids", &args->lora_ids),
                                  MOELORA_ARG("sorted_weights", &args->sorted_weights),

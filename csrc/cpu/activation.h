@@ -9,7 +9,7 @@
 #include "core/backend.h"
 
 /* Returns exp(x) to 2 ulp on [-87.3, 88.3], to which x is clamped; NaN stays NaN. x = n ln2 + r
- * with |r| <= ln2 / 2, and a polynomial of degree 6 for exp(r). */
+ * with |r| <= ln2 / 2, and a polynomial of degree 7 for exp(r). */
 static inline float moelora_exp(float x) {
   x = x < -87.3f ? -87.3f : x;
   x = x > 88.3f ? 88.3f : x;

@@ -4,7 +4,7 @@
 
 typedef struct lists_layout {
   moelora_sorted sorted;
-  int32_t *used; /* [max_loras] rows written so far; -1: the list is not requested */
+  int32_t *used; /* [max_loras] rows so far, with padding; -1: the list is not requested */
   size_t bytes;
 } lists_layout;
 

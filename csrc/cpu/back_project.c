@@ -8,8 +8,8 @@
  *   c += yb A                           segment by segment, with a panel of A
  *   emit(row)
  *
- * Weights of any layout and format are converted row by row to the values that the forward
- * multiplies. A row is summed in the order of n, whatever other rows its block has. */
+ * Rows of weights of any layout and format are converted to float32, quantized ones after rounding
+ * to the dtype. A row is summed in the order of n, whatever other rows its block has. */
 #include <string.h>
 
 #include "core/format.h"

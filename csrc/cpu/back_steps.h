@@ -49,7 +49,7 @@ typedef struct moelora_loaded_rows {
   const void *from;
   int64_t stride[2], columns;
   bool by_token;       /* the first row of each token; otherwise all rows, sorted */
-  const float *weight; /* [M]: multiplies rows by token, which are then rounded; NULL: 1 */
+  const float *weight; /* [M] factors, only if by_token; products are rounded; NULL: 1 */
 } moelora_loaded_rows;
 
 void moelora_cpu_load_rows(const moelora_back_call *call, const moelora_loaded_rows *rows,

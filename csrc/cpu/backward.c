@@ -1,8 +1,8 @@
 /* The backward of a layer, in steps over workspace arrays. Operands are stored as float32, rounded
  * to the dtype. x and dout are by token, other arrays by sorted position unless stated otherwise:
  *
- *   sort, segments    as in the forward, from the same tables
- *   xa13, xa2         saved by the forward: s x A13^T, and s h A2^T times the routing weight t
+ *   sort, segments    rows by (expert, adapter), as in the forward
+ *   xa13, xa2         saved by the forward: s x A13^T and s h A2^T
  *   yb2 [P, R]        = s dout B2
  *   v [P, I]          = dout W2 + yb2 A2; each block of columns is then turned into
  *                       h = act(gate_up), dgu = act'(gate_up) t v, and its part of dt = <v, h>
@@ -29,7 +29,7 @@ typedef struct backward {
   moelora_rounded rounded13, rounded2;
   float *x_copy, *dout_copy; /* [M, K]; NULL: the inputs are used directly */
   float *h;                  /* [P, I] */
-  float *dgu;                /* [P, 2I] */
+  float *dgu;                /* [P, rows of w13] */
   float *dt;                 /* [P, blocks of I] by flat row: partial sums of dt */
   float *dz;                 /* [P, K] */
   float *xa13, *xa2, *yb13, *yb2;

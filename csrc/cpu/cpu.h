@@ -76,8 +76,8 @@ typedef struct moelora_columns_of {
   int64_t begin, end, at;
 } moelora_columns_of;
 
-/* tile.c: multiplies x by one or two ranges of rows of one expert's weights, which are not
- * quantized. With matrix registers, the caller must be between enter() and leave(). */
+/* tile.c: adds to c the products of x and one or two ranges of rows of one expert's weights, which
+ * are not quantized. With matrix registers, the caller must be between enter() and leave(). */
 void moelora_cpu_weights_tile(const moelora_variant *variant, const moelora_weights *w,
                               const moelora_columns_of *ranges, int num_ranges, int64_t m, float *c,
                               int64_t ldc, moelora_scratch *scratch);
@@ -159,8 +159,8 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
 /* tile.c: stores pointers to rows of x for adapters, for sorted rows [first, first + m). */
 void moelora_cpu_rows(const moelora_projection *projection, int64_t first, int64_t m,
                       const void **x);
-/* tile.c: the same for the rows of x that w reads, to scratch->x; if x is e4m3, also stores
- * pointers to their scales to scratch->x_scales. */
+/* tile.c: the same for the rows of x that w multiplies, in scratch->x; if x is e4m3, also stores
+ * pointers to their scales in scratch->x_scales. */
 void moelora_cpu_base_rows(const moelora_projection *projection, int64_t first, int64_t m,
                            moelora_scratch *scratch);
 

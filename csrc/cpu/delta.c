@@ -4,7 +4,8 @@
  *   expand   c [block_m, block_n] = xa B^T, with silu_and_mul silu(gate) * up of c, written to out
  *            or, for the sum over a token's rows, to z [P, columns], float32
  *
- * If only one half runs, it reads or writes the caller's h. An adapter MLP runs two projections. */
+ * A shrink alone writes xa to the caller's h, an expand alone reads it from there. An adapter MLP
+ * runs two projections: the first writes x of the second. */
 #include <string.h>
 
 #include "cpu/cpu.h"

@@ -1,7 +1,7 @@
 /* Implements `dequantize` and `dequantize_fp8` of kernels.h for one instruction set.
  *
- * 4-bit formats: nibbles index a table of 16 entries per row and group, (value - zero) scale,
- * rounded to the dtype. FP8 values are computed.
+ * 4-bit formats: nibbles index a table of 16 entries per row and group, which make_table() fills.
+ * FP8 values are computed.
  *
  * The including file first defines, where the constant `bf16` selects the dtype:
  *   operand                element type of operand rows
@@ -96,7 +96,7 @@ INLINE void dequantize_fp8(const bool bf16, const uint8_t *row, int32_t r, const
                     (operand *)to + 16 * c);
 }
 
-/* The functions of kernels.h. */
+/* Defines `dequantize` and `dequantize_fp8` of kernels.h for a dtype. */
 #define DEQUANTIZE(TYPE, BF16)                                                                     \
   static void dequantize_##TYPE(moelora_format format, const void *tile, int64_t stride,           \
                                 int64_t tiles, int32_t r, int64_t ahead, void *low, void *high) {  \

@@ -6,9 +6,9 @@
  *   combine    out [M, columns]                          = sum over j of weight * z, rounded once
  *
  * w2 and combine run for one window of columns after another, so that z of a window fits a cache.
- * The shrink, and for W8A8 the quantization of x or h, precede each projection. `out` may alias x,
- * since only combine writes it. For a backward, w13 also saves its values before the activation,
- * and both projections save their shrink outputs. */
+ * The shrink, and for W8A8 the quantization of x or h, precede each projection. `out` may be x:
+ * only combine writes it, after the last read of x. For a backward, w13 also saves its values
+ * before the activation, and both projections save their shrink outputs. */
 #include "cpu/saved.h"
 
 typedef struct experts_layout {
@@ -25,7 +25,7 @@ typedef struct experts_layout {
   size_t bytes;
 } experts_layout;
 
-/* Returns the columns of a window: at least LEAST, or all, so that every worker has tasks. */
+/* Returns the columns of a window: all, or at least LEAST, so that every worker has tasks. */
 static int64_t window_of(const moelora_experts_problem *problem) {
   enum { Z_BYTES = 8 << 20, LEAST = 512 };
   const int64_t rows = moelora_max(1, problem->routes.num_rows);

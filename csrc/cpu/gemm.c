@@ -1,7 +1,7 @@
 /* A grouped projection over sorted rows, and the operator gemm, which consists of one.
  *
- * A task is (expert, block of columns, chunk of the expert's rows). It reads its weights, block_n
- * rows, from memory once; they stay in L2 while rows are processed in blocks of block_m:
+ * A task is (expert, block of columns, chunk of the expert's rows). It reads its weights, up to
+ * block_n rows, from memory once; they stay in L2 while rows are processed in blocks of block_m:
  *
  *   c [block_m, block_n] = x w^T            the tile
  *   c += xa B^T                             segment by segment

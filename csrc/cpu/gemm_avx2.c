@@ -6,7 +6,7 @@
 #include "cpu/f16c.h"
 #include "cpu/f32_operands.h"
 
-/* 3 x 4 accumulators, 3 token vectors and one weight vector fill the 16 registers. */
+/* 3 x 4 accumulators take 12 of the 16 registers. */
 #define DOT_ROWS 3
 #define DOT_STEP 8
 typedef float element;

@@ -66,8 +66,8 @@ static inline void look_up(moelora_format format, const uint8_t *words, const ta
   }
 }
 
-/* The rounding instruction flushes values below 2^-126 to zero, so small scales, whose products may
- * be that small, are rounded without it. */
+/* The rounding instruction flushes values below 2^-126 to zero. Products of small scales, which may
+ * be that small, are therefore rounded without it. */
 static inline void dequantize_e4m3(bool bf16, const uint8_t *first, const uint8_t *second,
                                    float scale, operand *to) {
   (void)bf16;

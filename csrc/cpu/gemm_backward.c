@@ -25,8 +25,8 @@ typedef struct gemm_backward {
   moelora_rounded rounded;
   moelora_scratch *scratch;
   float *x, *y;
-  float *operands; /* x as the shrink reads it; NULL: it reads x itself */
-  void *shrunk;    /* xa as operands, which the shrink stores */
+  float *operands; /* x as the shrink reads it; NULL: it reads the caller's x */
+  void *shrunk;    /* output of the shrink, as operands; xa is its float32 copy */
   float *xa, *yb, *dz;
   size_t bytes;
 } gemm_backward;

@@ -50,7 +50,7 @@ void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gra
   }
 }
 
-/* Stores values to `to`, or adds them, and rounds to the gradient's dtype. Overwrites `values`. */
+/* Stores values to `to`, or adds them, rounded to the gradient's dtype. May overwrite `values`. */
 static void put(const moelora_variant *variant, moelora_dtype dtype, bool add, float *values,
                 int64_t count, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);

@@ -28,7 +28,7 @@ void moelora_cpu_zero_gradients(const moelora_back_call *call, const moelora_gra
 /* Computes a product; without accumulation, the gradient must have been zeroed. */
 void moelora_cpu_grouped_product(const moelora_grouped_product *product);
 
-/* gradient[e] (+)= sum over the rows of expert e, times weight[flat row] if given */
+/* gradient[e] (+)= sum over the rows of expert e, each times weight[flat row], or 1 if NULL */
 typedef struct moelora_row_sum {
   const moelora_back_call *call;
   moelora_columns rows;

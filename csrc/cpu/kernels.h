@@ -53,8 +53,8 @@ typedef struct moelora_cpu_kernels {
   /* Converts values of the dtype to float32. */
   void (*load)(const void *src, float *dst, int64_t n);
   /* c[i * ldc + j] += sum over q < k of x[i][q] * w_j[q], for i < m and j < n, where weight row w_j
-   * is at w + j * w_stride bytes. Prefetches weight rows into L2, MOELORA_DOT_N rows ahead; at the
-   * end, rows at `next`, unless it is NULL. */
+   * is at w + j * w_stride bytes. May prefetch weight rows into L2, MOELORA_DOT_N rows ahead, and
+   * after the last ones those at `next`, unless it is NULL. */
   void (*dot)(int64_t m, int64_t n, int64_t k, const void *const *x /* [m] operand rows */,
               const void *w /* [n] operand rows */, int64_t w_stride, const void *next,
               float *c /* [m, ldc] */, int64_t ldc);

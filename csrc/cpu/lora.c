@@ -83,7 +83,7 @@ static void shrink_chunk(void *context, int64_t index, int32_t worker) {
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
-  /* Aim at four tasks per worker and slice, of at most block_m rows each. */
+  /* Aims at four tasks per worker and slice, of at most block_m rows each. */
   int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};

@@ -70,7 +70,7 @@ static void quantize_row(void *context, int64_t index, int32_t worker) {
     moelora_operands_to_f32(kernels, row + (size_t)k * kernels->operand_bytes, line, count);
     if (w->x == MOELORA_X_GROUP)
       scale = largest(line, count, 1e-10f) / MOELORA_E4M3_MAX;
-    /* as in engines: divides by per-token scales, multiplies by the inverse of others */
+    /* divides by per-token scales, multiplies by the inverse of others: see moelora_x_format */
     const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i++)
       line[i] = moelora_round_e4m3(w->x == MOELORA_X_TOKEN ? line[i] / scale : line[i] * inverse);

@@ -1,8 +1,8 @@
 /* Products with quantized weights: a few weight rows at a time are dequantized to operand rows.
  *
- * Rows r and r + 8 of a 4-bit tile share words and are dequantized together. A pass has eight such
- * pairs of rows for matrix registers, or two for `dot`; products of `dot` are then not adjacent in
- * c. FP8 rows are dequantized one by one. Passes over K and operands are those of tile.c, so that
+ * Rows r and r + 8 of a 4-bit tile share words and are dequantized together: eight such pairs at a
+ * time for matrix registers, two for `dot`, whose products are then not adjacent in c. FP8 rows are
+ * dequantized one by one. With 16-bit x, passes over K and operands are those of tile.c, so that
  * results are bit-identical to products with the unpacked weights.
  *
  * If x is e4m3, a pass covers one scale group of K: the sum of unscaled products is multiplied by
@@ -43,8 +43,8 @@ static const char *tile_of(const moelora_weights *w, int64_t at, int64_t k) {
          k / moelora_tile_depth(w->format) * w->stride_kt;
 }
 
-/* A pass over the operand rows in `w`, `row_bytes` apart. The product of row j is added to column
- * columns[j] of c, or dropped if columns[j] is negative. */
+/* A pass over K for the operand rows in `w`, `row_bytes` apart. The product of row j is added to
+ * column columns[j] of c, or dropped if columns[j] is negative. */
 typedef struct pass {
   int64_t depth, row_bytes;
   int64_t count; /* number of rows, at most rows_at_once() */

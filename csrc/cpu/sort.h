@@ -9,8 +9,8 @@ typedef struct moelora_sorted {
   int64_t num_rows;    /* rows that are not skipped */
   bool has_adapters;   /* some row has an adapter */
   int32_t *row;        /* [P] flat row at each sorted position */
-  int32_t *expert;     /* [P] its local expert */
-  int32_t *adapter;    /* [P] its adapter or -1 */
+  int32_t *expert;     /* [P] local expert of that row */
+  int32_t *adapter;    /* [P] adapter of that row, or -1 */
   int32_t *offset;     /* [E + 1] first position of each expert */
   int32_t *by_adapter; /* [M] scratch: tokens ordered by adapter */
   int32_t *count;      /* [max_loras + 1] scratch */

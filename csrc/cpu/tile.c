@@ -3,8 +3,7 @@
  * Both operands are contiguous along K, so nothing is transposed. The loops, from the outermost,
  * are over passes of block_k elements of K, over MOELORA_DOT_N weight rows at a time, which stay in
  * L1, and (in `dot`) over all m token rows. Weights that are packed, or must be converted to
- * operands, are copied to scratch->w. For matrix registers, a pass packs x into panels, and
- * multiplies 16 or more weight rows at once. */
+ * operands, are copied to scratch->w. For matrix registers, a pass packs x into panels. */
 #include <string.h>
 
 #include "cpu/cpu.h"
@@ -34,7 +33,7 @@ moelora_scratch *moelora_scratch_take(const moelora_variant *variant, const moel
 }
 
 /* Copies columns [k, k + depth) of weight rows [n, n + count) to `to` as operand rows. Unless
- * `ahead` is 0, prefetches the same columns of the rows that are `ahead` bytes further into L2. */
+ * `ahead` is 0, prefetches into L2 the same columns of the rows `ahead` bytes after them. */
 static void copy_operands(const moelora_variant *variant, const moelora_weights *w, int64_t n,
                           int64_t count, int64_t k, int64_t depth, int64_t ahead, char *to) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);

@@ -18,8 +18,8 @@ static moelora_status attribute(cudaDeviceAttr name, int32_t device, int *value)
 
 static __global__ void loaded_code() {}
 
-/* Tests the loaded code, not the compute capability: a GPU newer than this build runs portable
- * code, which has no griddepcontrol.wait and must never start early. */
+/* Tests the loaded code, not the compute capability: a GPU newer than this build may run
+ * portable code, which has no griddepcontrol.wait and must never start early. */
 static moelora_status query_overlap(bool *overlaps) {
   cudaFuncAttributes code = {};
   const cudaError_t error = cudaFuncGetAttributes(&code, loaded_code);

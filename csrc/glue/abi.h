@@ -93,7 +93,7 @@ AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size
                                   void (*func)(int64_t begin, int64_t end, void *ctx), void *ctx);
 AOTITorchError torch_get_num_threads(uint32_t *out_num_threads);
 
-/* raises a C++ exception that arrives in Python as RuntimeError */
+/* unless cond, raises a C++ exception that arrives in Python as RuntimeError */
 void aoti_torch_check(bool cond, const char *func, const char *file, uint32_t line,
                       const char *msg);
 

@@ -127,8 +127,8 @@ static PyObject *format_list(void) {
   return list;
 }
 
-/* Lists the rows of ops.inc: ("op", name, ""), then ("host", argument, "") for each number that is
- * read from a tensor in host memory, then ("returns", dtype, shape). */
+/* Lists rows of ops.inc in order: OP as ("op", name, ""), HOST_INT as ("host", argument, ""), and
+ * RETURNS as ("returns", dtype, shape). */
 static PyObject *operator_list(void) {
   static const struct {
     const char *kind, *name, *shape;

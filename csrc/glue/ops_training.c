@@ -30,7 +30,7 @@ void op_run_saving(moelora_op_context *ctx, moelora_experts_args *args) {
   op_call_experts(ctx, args);
 }
 
-/* Allocates the gradient of `like` if the next bit of `wanted` is set, else an empty output. */
+/* Allocates the gradient of `like`, or an empty output if `like` is absent or its bit is 0. */
 static moelora_tensor gradient(moelora_op_context *ctx, op_returned *returned,
                                const moelora_tensor *like, bool float32) {
   const bool wanted = returned->wanted & 1;
@@ -40,7 +40,7 @@ static moelora_tensor gradient(moelora_op_context *ctx, op_returned *returned,
              : nothing(ctx, MOELORA_F32);
 }
 
-/* Allocates gradients of factors, first of all A, then of all B. */
+/* Allocates gradients of factors: those of A of all slices, then those of B. */
 static moelora_lora factor_gradients(moelora_op_context *ctx, op_returned *returned,
                                      const moelora_lora *like, int32_t slices) {
   moelora_lora grads = {.num_slices = like->num_slices};

@@ -96,7 +96,7 @@ void add_factor(RoundLaunch *s, const moelora_factor &from, const moelora_factor
   s->ctas += f.ctas;
 }
 
-/* Allocates a copy of a factor with this number of rows and columns. */
+/* Allocates memory for a rounded copy of a factor with this number of rows and columns. */
 moelora_factor take(const moelora_factor &from, const moelora_routes *routes, int64_t rows,
                     int64_t columns, moelora_dtype dtype, moelora_arena *arena) {
   const int64_t experts = from.stride_e ? routes->num_experts : 1;

@@ -5,7 +5,8 @@
  * segments of different lengths. A row without an adapter, with an adapter of rank 0 or without a
  * local expert has rank 0 and belongs to no segment; it is neither read nor written.
  *
- * Each CTA sorts a batch of one or two windows itself, which costs less than a launch. */
+ * With MOELORA_GROUPED, each CTA sorts the rows of every window that it loads. The plan chooses
+ * this for batches of at most two windows, where it costs less than a launch that sorts them. */
 #ifndef MOELORA_CUDA_DELTA_ROWS_CUH
 #define MOELORA_CUDA_DELTA_ROWS_CUH
 
