@@ -148,16 +148,28 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+def links(page):
+    """(Link, file it leads to, anchor) for each link of a page to a file of the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith(("http", "../../actions/")):  # the latter: pages that GitHub makes
+            file, _, anchor = target.partition("#")
+            yield target, (page.parent / file).resolve() if file else page, anchor
+
+
 @needs_checkout
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if target.startswith(("http", "../../actions/")):  # the latter are pages that GitHub makes
-            continue
-        file, _, anchor = target.partition("#")
-        path = (page.parent / file).resolve() if file else page
+    for target, path, anchor in links(page):
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), target
+
+
+@needs_checkout
+def test_every_page_is_two_clicks_from_the_readme():
+    pages = {README}
+    for _ in range(2):
+        pages |= {path for page in pages for _, path, _ in links(page) if path in PAGES}
+    assert pages == set(PAGES)
 
 
 def test_a_built_site_is_checked(tmp_path):
