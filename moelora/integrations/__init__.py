@@ -22,6 +22,11 @@ def switched_off(switch: str) -> str | None:
     return f"{switch}={value}" if value.strip().lower() in ("0", "false", "off", "no") else None
 
 
+def switched_on(switch: str) -> bool:
+    """Whether an environment variable is 1, true, on or yes."""
+    return os.environ.get(switch, "").strip().lower() in ("1", "true", "on", "yes")
+
+
 def shown(error: BaseException) -> str:
     """An error in a line of a log: its type, and the beginning of its text."""
     return f"{type(error).__name__}: {str(error):.300}"

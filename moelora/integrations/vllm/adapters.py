@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moelora.adapters.factors import have_one_a
-from moelora.integrations.vllm import deltas, say_once, wrap
+from moelora.integrations.vllm import deltas, say_once, travel, wrap
 
 
 def install() -> None:
@@ -80,7 +80,7 @@ def _unsharded(
     nothing is exchanged between the two factors, which are part of one operator. They take the
     memory that vLLM's own take without that option.
     """
-    _warn_of_ranks(self.moe_config)
+    _expect_ranks(self.moe_config)
     kernel = getattr(self, "_moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     if lora_config.fully_sharded_loras and serves(experts, self.moe_config.activation):
@@ -93,8 +93,12 @@ def _unsharded(
 ranks_mix = ""  # why data-parallel ranks send each other slots, which each gives out by itself
 
 
-def _warn_of_ranks(moe_config: Any) -> None:
-    if ranks_mix and getattr(getattr(moe_config, "moe_parallel_config", None), "dp_size", 1) > 1:
+def _expect_ranks(moe_config: Any) -> None:
+    """Note that a layer has tokens of other data-parallel ranks, before slots are filled."""
+    if getattr(getattr(moe_config, "moe_parallel_config", None), "dp_size", 1) == 1:
+        return
+    travel.is_on = True
+    if ranks_mix:
         say_once(
             f"{ranks_mix}: data-parallel ranks of vLLM number adapters by themselves, and in "
             "batches of several adapters requests can get each other's, with moelora and without"

@@ -28,7 +28,7 @@ from moelora.operators.opaque import opaque
 
 SWITCH = "MOELORA_VLLM_LINEAR"
 OWN_KERNELS = "vLLM's own kernels add the adapters of its linear layers"
-SERVED = f"deltas add the adapters of linear layers; {SWITCH}=0 leaves them"
+SERVED = f"deltas add the adapters of linear layers, as {SWITCH}=1 says"
 ARGUMENTS = (
     "Tensor(a!) y, Tensor x, Tensor[] lora_a, Tensor[] lora_b, Tensor token_lora_mapping, "
     "Tensor no_lora, Tensor[] meta, float scale, bool add_inputs"

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moelora import _C
-from moelora.integrations import shown
+from moelora.integrations import shown, switched_on
 from moelora.integrations.vllm import SWITCH, say_once
 
 SIZES = (8, 128, 2048)  # tokens: decode of few, of many, prefill
@@ -77,7 +77,7 @@ class Table:
 
 
 def forced() -> bool:
-    return os.environ.get(SWITCH, "").strip().lower() in ("1", "true", "on", "yes")
+    return switched_on(SWITCH)
 
 
 @functools.cache

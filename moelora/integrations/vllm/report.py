@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moelora.integrations import switched_off
+from moelora.integrations import switched_on
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.vllm import SWITCH, interface, linear, problem_here
 from moelora.integrations.vllm.formats import FORMATS
@@ -29,8 +29,9 @@ def parts() -> list[Part]:
 
 def linear_adapters() -> Part:
     one = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
-    said = switched_off(linear.SWITCH)
-    return replace(one, runs="own", why=said) if said else one
+    return (
+        one if switched_on(linear.SWITCH) else replace(one, runs="own", why=f"no {linear.SWITCH}=1")
+    )
 
 
 REPORT = Report(

@@ -28,6 +28,7 @@ from moelora.integrations.vllm import say_once, wrap
 NONE = -1  # no adapter
 TAKEN = 0  # no adapter of vLLM has this id
 _NAME = "_moelora_slots"
+is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
 
 
 class Slots:
@@ -91,6 +92,8 @@ def noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) ->
 
 
 def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
+    if not is_on:
+        return activate(self, lora_id)
     model = self._registered_adapters.get(lora_id)
     every = {id(p): p for p in self.punica_wrapper_mapping.values()}.values()
     tables = [slots_of(punica, self.lora_slots) for punica in every]
