@@ -233,8 +233,9 @@ static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
     load.boxes = moelora_are_boxes(&lora, routes->num_rows / (p->x_per_row ? 1 : routes->top_k),
                                    p->x_stride);
     load.lists = &p->lists;
-    /* Whole-segment kernels do not clear ranks beyond the padded rank, and need rows of xa at a
-     * constant stride. */
+    /* Whole-segment kernels write a row of xa up to the true rank, rounded up to 16. A caller's xa
+     * may have shorter rows, or need zeros up to max_rank. They also need rows of xa at a constant
+     * stride. */
     const bool exact = p->xa && (routes->lora_ranks || lora.max_rank % 16 != 0);
     const bool one_stride = !p->xa || p->xa_stride[1] == routes->top_k * p->xa_stride[2];
     if (!plan->xa_vectors || !one_stride || exact)

@@ -24,7 +24,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* The numbers of the codes of each 4-bit type. */
+/* The value that each 4-bit code stands for, by type. */
 static const float code_values[][16] = {
 #define MOELORA_CODES(VALUES, ...) [MOELORA_VALUES_##VALUES] = {__VA_ARGS__},
 #include "formats.inc"

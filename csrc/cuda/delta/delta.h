@@ -11,7 +11,7 @@ typedef struct delta_rows {
   moelora_delta_order order;
   int32_t window;
   int32_t max_rank;
-  moelora_routes routes; /* resolved */
+  moelora_routes routes; /* of moelora_cuda_take_routes: ids are mapped, -1 if skipped */
   moelora_list_blocks lists;
   /* MOELORA_SORTED: from moelora_sorted_rows */
   const int32_t *row, *expert, *adapter;

@@ -166,7 +166,7 @@ typedef struct moelora_shrink_launch {
 /* Sum over top_k:
  *   out[m] = round([out[m] +] sum over j of weight z[row of (m, j)]) */
 typedef struct moelora_sum_launch {
-  moelora_routes routes; /* resolved */
+  moelora_routes routes; /* of moelora_cuda_take_routes: ids are mapped, -1 if skipped */
   const void *z;         /* [, z_stride] */
   int64_t z_stride;
   /* Layers: position in z of each flat row. */
@@ -174,7 +174,8 @@ typedef struct moelora_sum_launch {
   bool by_row;              /* z is ordered by flat row; positions only mark the skipped rows */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* Deltas: nonzero for the flat rows of z that exist. Tokens without such a row are not stored. */
+  /* Deltas: nonzero for the flat rows of z that the expand wrote. Tokens without one are not
+   * stored. */
   const uint8_t *written; /* [P]; NULL: those with an expert and an adapter of nonzero rank */
   int32_t max_rank;
   bool add;  /* accumulate into out */

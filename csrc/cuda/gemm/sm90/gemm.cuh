@@ -67,7 +67,6 @@ __device__ __forceinline__ PendingCheck multiply(float (&rAcc)[2][S::TOKENS / 2]
   if (ALIASES && !Mainloop::RELEASES_ALIASED_STAGE)
     warp.release_aliased_stage();
 
-  // Clear the accumulators.
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     rAcc[0][i] = rAcc[1][i] = 0.f;
@@ -128,7 +127,6 @@ __device__ __forceinline__ void consume(const RowMaps *out_maps, const LaunchOf<
         !Mainloop::Adapters::are_finite(rAcc, warp.consumer))
       FixupPass<S>(warp.smem).request();
 
-    // Epilogue.
     if constexpr (MODE == EpilogueMode::DACT)
       DactEpilogue<S, T>::store(rAcc, g, header, warp);
     else if (MODE == EpilogueMode::GATED && g.epilogue.plain_silu)
