@@ -28,6 +28,7 @@ import transformers
 import moelora.integrations.transformers as mt
 from benchmarks.engines import engine_model
 from benchmarks.engines.engine_model import PRESETS
+from benchmarks.graphs import capture, wait
 from moelora.bench import results
 
 ADAPTERS = ("a", "b", "c", "d")
@@ -107,25 +108,6 @@ class Steps:
         return self.model(
             self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
         ).logits
-
-
-def capture(step):
-    """A CUDA graph of one call, after three that warm up on a stream of their own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def wait(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def timed(steps, modes, runs, device):

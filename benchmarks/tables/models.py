@@ -6,8 +6,8 @@ import re
 from benchmarks import ROOT
 from benchmarks.tables.text import markdown
 
-# Name, `model_type` of its configuration, formats of the experts in checkpoints of its publisher: those
-# that recipes, tests and issues of vLLM 0.33.0 name.
+# Name, `model_type` of its configuration, formats of the experts in checkpoints of its publisher:
+# those that recipes, tests and issues of vLLM 0.33.0 name.
 MODELS = (
     ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "qwen3_moe", "bf16, FP8 blocks, INT4"),
     ("Qwen3-Next-80B-A3B", "qwen3_next", "bf16, FP8 blocks"),
