@@ -55,8 +55,7 @@ double moelora_memory_ns(const moelora_device_info *device, double bytes) {
 #define TENSOR_SHARE 0.81  /* of the peak: wgmma, or mma.sync on GPUs with nothing newer */
 #define MMA_SYNC_SHARE 0.5 /* of the peak, mma.sync on newer GPUs */
 #define FP8_RATE 1.6       /* relative to 16-bit, with promotion of partial sums */
-#define UNHIDDEN                                                                                   \
-  0.5 /* with one CTA per SM: share of the other resources' time beside the slowest */
+#define UNHIDDEN 0.5       /* share of the faster resources' time that adds to the slowest's */
 #define USUAL_MHZ 1830.
 
 static double tensor_flops(const moelora_variant *v, const moelora_device_info *device) {

@@ -16,9 +16,8 @@ static moelora_epilogue_plan epilogue_of(const moelora_projection_load *load,
   return load->gated ? MOELORA_EPILOGUE_GATED : MOELORA_EPILOGUE_PLAIN;
 }
 
-/* Returns the launch mode. A projection directly after another one, without a shrink in between,
- * reads all of its output: it waits for that kernel first, so that PDL gains little. Without PDL, a
- * small grid is spread over all SMs. */
+/* Returns the launch mode. A projection directly after another one waits for all of it, so that PDL
+ * gains little; without PDL, a small grid is spread over all SMs. */
 static moelora_grid_plan grid_of(const moelora_projection_load *load, const moelora_variant *v) {
   return v->needs == MOELORA_SM90 && !has_adapters(load) && load->x_rows_each == 0 &&
                  moelora_shares_sm(v->block_n)

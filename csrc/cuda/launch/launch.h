@@ -174,8 +174,7 @@ typedef struct moelora_sum_launch {
   bool by_row;              /* z is ordered by flat row; positions only mark the skipped rows */
   const float *weights;     /* [M, top_k]; NULL: 1 */
   int64_t weights_stride[2];
-  /* Deltas: nonzero for the flat rows of z that the expand wrote. Tokens without one are not
-   * stored. */
+  /* Deltas: nonzero for flat rows that the expand wrote. Tokens without one are not stored. */
   const uint8_t *written; /* [P]; NULL: those with an expert and an adapter of nonzero rank */
   int32_t max_rank;
   bool add;  /* accumulate into out */
