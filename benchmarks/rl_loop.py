@@ -32,6 +32,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.engines import engine_model, vllm_quantize
+from benchmarks.engines.jobs import write_entry_points
 from moelora.bench import results
 
 RANK, LR = 16, 5e-3
@@ -75,6 +76,10 @@ class Vllm:
 
     def __init__(self, folder, args, lora=True):
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        plugin = args.work / "plugin"
+        if not plugin.exists():
+            write_entry_points(plugin)
+        sys.path.append(str(plugin))  # where vLLM finds the plugin of this checkout
         from vllm import LLM
 
         options = {"dtype": "bfloat16", "max_model_len": 2048, "skip_tokenizer_init": True}
