@@ -14,7 +14,6 @@ import sys
 from itertools import chain
 from typing import Any
 
-EXTRAS = {"rich": "cli", "matplotlib": "plot", "transformers": "hf", "peft": "hf"}
 COMMANDS = {  # {name: (module with `add_arguments` of its parser, help)}
     "info": ("moelora.commands.info", "versions, devices, kernel variants, a self-test"),
     "doctor": (
@@ -121,8 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("", "moelora"):
             raise
-        wanted = f"'moelora[{EXTRAS[package]}]'" if package in EXTRAS else package
-        print(f"moelora {words[0]} needs {package}: pip install {wanted}", file=sys.stderr)
+        print(f"moelora {words[0]} needs {package}: pip install {package}", file=sys.stderr)
         return 2
     args = parser.parse_args(words)
     status: int = args.run(args)

@@ -107,7 +107,7 @@ def test_without_rich_commands_without_tables_work_and_others_say_so(without_pac
     assert [(status, err) for status, _, err in found[: len(FINE)]] == [(0, "")] * len(FINE)
     assert ["moelora " + _C.version() in out for _, out, _ in found[: len(FINE)]] == [1, 0, 0, 0]
     for (status, out, err), words in zip(found[len(FINE) :], REFUSED, strict=True):
-        needs = f"moelora {words[0]} needs rich: pip install 'moelora[cli]'\n"
+        needs = f"moelora {words[0]} needs rich: pip install rich\n"
         assert (status, out, err) == (2, "", needs)
 
 
