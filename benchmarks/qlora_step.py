@@ -2,6 +2,8 @@
 
     python -m benchmarks.qlora_step --out benchmarks/results/h200-qlora-step.json
     python -m benchmarks.qlora_step --engines moelora,unsloth --peers .peers/train --out ...
+    python -m benchmarks.qlora_step --shape qwen3 --format nf4 --layers 48 --batch 1 --length 4096 \
+        --checkpointing --in-backward --cap-gb 24 --out benchmarks/results/h200-qlora-nf4.json
     python -m benchmarks.qlora_step --layers 24 --rank 8 --batch 1 --length 1024,4096 \
         --checkpointing --float32 --whole-logits --out benchmarks/results/h200-training-memory.json
 
@@ -15,6 +17,11 @@ process of its own. `--checkpointing` repeats each layer's forward in the backwa
 factors of experts, their gradients and moments in float32, as PEFT does by default;
 `--whole-logits` keeps those of all tokens. With all three, and all layers, the peak is what
 `training_memory` computes.
+
+`--shape qwen3` is Qwen3-30B-A3B: 128 experts, eight for a token, 151,936 tokens. `--format` is that
+of experts. `--cap-gb` lets torch's allocator have no more than that, as a smaller card would.
+`--in-backward` updates a factor as soon as it has its gradient, which is then freed, by plain SGD:
+what an optimizer keeps on the GPU comes on top (paged ones keep nothing).
 
 seconds: median of the steps after two; peak: of torch's allocator, weights included. `loss`: that
 of the first step, for which engines have the same weights.
@@ -59,6 +66,21 @@ class Sizes:
     vocab: int = 201_088
     rank: int = 16
     format: str = "mxfp4"
+
+
+SHAPES = {
+    "gptoss": {},
+    "qwen3": {
+        "hidden": 2048,
+        "inter": 768,
+        "experts": 128,
+        "top_k": 8,
+        "heads": 32,
+        "kv_heads": 4,
+        "head": 128,
+        "vocab": 151_936,
+    },
+}
 
 
 class Draw:
@@ -195,11 +217,32 @@ class Model(nn.Module):
         return F.cross_entropy(F.linear(x, self.head).float(), wanted, reduction="sum")
 
 
-def measure(sizes, make, batch, length, steps, device="cuda", **options):
+def update_in_backward(parameters):
+    """Updates each parameter when it has its gradient, and frees that."""
+
+    @torch.no_grad()
+    def update(parameter):
+        parameter.add_(parameter.grad, alpha=-1e-4)
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def measure(
+    sizes, make, batch, length, steps, device="cuda", in_backward=False, cap_gb=0, **options
+):
     """What steps of a model with such experts take."""
     on_gpu = device == "cuda"
+    if on_gpu and cap_gb:
+        total = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(cap_gb * 1e9 / total)
     model = Model(sizes, device, make, **options)
-    optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
+    if in_backward:
+        update_in_backward(model.trained())
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=device))], lr=0.0)
+    else:
+        optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
     draw = torch.Generator(device).manual_seed(1)
     seconds, losses = [], []
     if on_gpu:
@@ -232,7 +275,10 @@ def main(argv=None):
     parser.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--rank", type=int, default=Sizes.rank)
+    parser.add_argument("--shape", choices=SHAPES, default="gptoss")
     parser.add_argument("--format", choices=("mxfp4", "nf4", "nvfp4"), default="mxfp4")
+    parser.add_argument("--cap-gb", type=float, default=0, help="GB of the GPU; 0: all")
+    parser.add_argument("--in-backward", action="store_true", help="update in the backward")
     parser.add_argument("--batch", type=int, default=2, help="sequences")
     parser.add_argument(
         "--length", default="2048", help="tokens of a sequence; several: one by one"
@@ -248,15 +294,16 @@ def main(argv=None):
     if args.engine:
         make = unsloth(args.peers.resolve()) if args.engine == "unsloth" else Ours
         make = partial(Ours, dtype=torch.float32) if args.float32 else make
-        sizes = Sizes(layers=args.layers, rank=args.rank, format=args.format)
+        sizes = Sizes(layers=args.layers, rank=args.rank, format=args.format, **SHAPES[args.shape])
         options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
+        options |= {"in_backward": args.in_backward, "cap_gb": args.cap_gb}
         print(json.dumps(measure(sizes, make, args.batch, int(args.length), args.steps, **options)))
         return 0
     engines = args.engines.split(",")
     if "unsloth" in engines and args.peers is None:
         parser.error("unsloth needs --peers, a folder with train_peers.py")
-    if "unsloth" in engines and args.format != "mxfp4":
-        parser.error("unsloth has kernels for MXFP4 of gpt-oss: leave --format out")
+    if "unsloth" in engines and (args.format, args.shape) != ("mxfp4", "gptoss"):
+        parser.error("unsloth has kernels for MXFP4 of gpt-oss: leave --format and --shape out")
     if "unsloth" in engines and args.float32:
         parser.error("--float32 needs --engines moelora: Unsloth's kernels take bfloat16 factors")
     rows = []
@@ -268,12 +315,12 @@ def main(argv=None):
     return int(any("error" in row for row in rows))
 
 
-FLAGS = "checkpointing", "float32", "whole_logits"
+FLAGS = "checkpointing", "float32", "whole_logits", "in_backward"
 
 
 def run(engine, length, args):
     """A row of the result file, by a process of its own."""
-    names = ("format", "layers", "rank", "batch")
+    names = ("shape", "format", "layers", "rank", "batch", "cap_gb")
     case = {n: getattr(args, n) for n in names} | {"length": length}
     words = [sys.executable, "-m", "benchmarks.qlora_step", "--engine", engine]
     for name, value in (case | {"steps": args.steps}).items():
