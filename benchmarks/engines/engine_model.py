@@ -3,9 +3,9 @@
     python -m benchmarks.engines.engine_model --preset a3b --layers 12 --out /tmp/a3b
 
 It is a Qwen3-MoE. Writes OUT/base, OUT/lora1-r16 and so on, and OUT/manifest.json, which names
-them. Nothing is fetched: numbers are drawn on the GPU if there is one, of such sizes that a layer
-keeps the size of what it is given, an adapter's delta is half as large as what it is added to, and
-two tokens are seldom nearly as likely.
+them. Nothing is downloaded. Weights are random, made on the GPU if there is one. Their scale keeps
+the norm of activations from layer to layer, makes an adapter's delta half as large as the output
+that it is added to, and rarely leaves two tokens with nearly the same probability.
 """
 
 import argparse

@@ -224,7 +224,7 @@ moelora_status moelora_check_layer(moelora_arguments *all, const moelora_experts
 /* ---- saved tensors ---- */
 
 /* Takes the saved shrink output of a projection, [P, slices, R] or [P, R]. Without adapters, it
- * must be absent or a placeholder without elements. */
+ * must be absent or have no elements. */
 static moelora_status take_shrink(moelora_arg arg, int32_t ndim, const moelora_factors *lora,
                                   void **data, int64_t stride[2]) {
   if (lora->num_slices == 0) {

@@ -277,7 +277,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     done, late = 0, False
     progress = CaseProgress(console, total)
     for (key, model), dtype, adapters in settings:
-        bench = layer = found = None  # free memory before the next one is drawn
+        bench = layer = found = None  # free the last one's memory before the next takes its own
         same_a = "transformers" in args.baselines
         layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
         situation = Situation(key, args.tp, args.mix, args.routing)

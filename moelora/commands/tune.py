@@ -156,7 +156,7 @@ def tune(args: argparse.Namespace, console: Console) -> list[Path]:
     for key, model in args.models:
         name = shapes.name_of(key, model.experts)
         for dtype in args.dtypes:
-            layer = tuner = None  # free memory before the next one is drawn
+            layer = tuner = None  # free the last one's memory before the next takes its own
             layer = Layer(model, dtype, args.ranks, adapters, generator)
             tuner = Tuner(layer, timer, args.budget_ms)
             plans: dict[str, str] = {}
