@@ -20,6 +20,7 @@ from moelora.adapters.files import file_in, read_json
 from moelora.adapters.folders import reading
 from moelora.adapters.keys import parse
 from moelora.adapters.weights import open_weights
+from moelora.integrations.vllm.digests import PATH
 
 TIMEOUT = 120  # seconds
 
@@ -28,7 +29,7 @@ def compare(url: str, folder: str, model: Model, found: Sequence[Fate]) -> tuple
     """Lines of what a server holds, and whether that is what the folder has. ValueError if the
     server does not say."""
     address, _, name = url.partition("#")
-    adapters = _asked(f"{address.rstrip('/')}/v1/moelora/digests")
+    adapters = _asked(f"{address.rstrip('/')}{PATH}")
     if not name:
         name = _named(adapters, folder)
     if name not in adapters:

@@ -10,7 +10,6 @@ slots that have only a part of the factors (tensor parallel) or other places of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from moelora.adapters.digests import by_layer, fingerprint
 from moelora.integrations import shown
-from moelora.integrations.vllm.update import _manager
+from moelora.integrations.vllm.route import reply
+from moelora.integrations.vllm.update import manager_of
 
 PATH = "/v1/moelora/digests"
 METHOD = "moelora_digests"
@@ -31,7 +31,7 @@ def digests(worker: Any) -> dict[str, Any]:
     """Of each adapter by its id: the dtype of its factors, its slot, sums by layer, names of those
     that no module uses, and modules whose slot lacks them. "why" alone: it cannot be said."""
     try:
-        inner = _manager(worker)._adapter_manager
+        inner = manager_of(worker)._adapter_manager
         if any(getattr(module, "use_ep", False) for module in inner.modules.values()):
             raise ValueError("ranks have parts of the experts (expert parallel)")
         known = inner._registered_adapters
@@ -145,10 +145,7 @@ class DigestsRoute:
         status, said = 503, {"error": {"message": "this server has no engine", "code": 503}}
         if self._engine is not None and self._models is not None:
             status, said = 200, {"adapters": await self._adapters()}
-        body = json.dumps(said).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await reply(send, status, said)
 
     async def _adapters(self) -> dict[str, Any]:
         """By name: the path, and what each rank says, None of one that it does not hold."""

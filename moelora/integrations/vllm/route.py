@@ -122,10 +122,7 @@ class AdaptersRoute:
             status, said = 400, {"error": {"message": str(refusal), "code": 400}}
         except RuntimeError as error:
             status, said = 503, {"error": {"message": str(error), "code": 503}}
-        body = json.dumps(said).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await reply(send, status, said)
 
     async def _update(self, body: bytes) -> dict[str, str]:
         """Name -> name of the version."""
@@ -145,6 +142,14 @@ class AdaptersRoute:
             for name, request in new.items():
                 served[name] = served[request.lora_name] = request
         return {name: request.lora_name for name, request in new.items()}
+
+
+async def reply(send: Callable[[Any], Awaitable[None]], status: int, said: Any) -> None:
+    """Answer a request of ASGI with JSON."""
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _body(receive: Callable[[], Awaitable[Any]]) -> bytes:

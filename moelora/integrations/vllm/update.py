@@ -240,7 +240,7 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
 
     staged = {}
     try:
-        manager = _manager(worker)
+        manager = manager_of(worker)
         _store(manager).staged = {}
         for version, number, path, stacks, config, tensors in payload:
             if number in manager.list_adapters():
@@ -270,7 +270,7 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
 def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:
     """Make staged adapters known, or drop them without `paths`; of the others only `kept` stay."""
     try:
-        manager = _manager(worker)
+        manager = manager_of(worker)
     except ValueError as error:
         return str(error)
     store = _store(manager)
@@ -286,7 +286,7 @@ def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:
 
 def bring(worker: Any, paths: list[str]) -> str | None:
     """Write adapters to slots that are free, so that their first batch need not wait for it."""
-    manager = _manager(worker)
+    manager = manager_of(worker)
     inner = manager._adapter_manager
     for path in paths:
         model = _store(manager).models[path]
@@ -298,7 +298,7 @@ def bring(worker: Any, paths: list[str]) -> str | None:
     return None
 
 
-def _manager(worker: Any) -> Any:
+def manager_of(worker: Any) -> Any:
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
         raise ValueError("the engine runs without LoRA: start it with enable_lora=True")
