@@ -23,11 +23,12 @@ import torch
 from torch import Generator, Tensor, distributed
 
 from moelora.adapters.layers import Adapter
+from moelora.adapters.pool import AdapterPool
 from moelora.adapters.ranks import Ranks, facts_of, is_on_all_ranks
 from moelora.training.tenants.factors import Factor
 from moelora.training.tenants.files import encoded
 from moelora.training.tenants.rows import Rows
-from moelora.training.tenants.tenant import Tenant
+from moelora.training.tenants.tenant import Tenant, stacks_of
 
 
 class Replicas:
@@ -210,6 +211,24 @@ class Replicas:
         part = total.to(values.dtype)
         distributed.all_gather([*_bytes(sent).view(size, -1)], _bytes(part), group=self._group)
         return sent[:mine]
+
+
+def shapes(pool: AdapterPool) -> dict[str, object]:
+    """What ranks compare of their pools."""
+    found: dict[str, object] = {
+        f"shape and dtype of {side} of {'.'.join(filter(None, place))}": (
+            tuple(stack.shape[1:]),
+            str(stack.dtype),
+        )
+        for place, pair in stacks_of(pool).items()
+        for side, stack in zip("AB", pair, strict=True)
+    }
+    return {
+        "the set of layers": [*pool.layers, *pool.linears],
+        "max_rank": pool.max_rank,
+        "max_linear_rank": pool.max_linear_rank,
+        **found,
+    }
 
 
 def settings(tenant: Tenant) -> dict[str, object]:

@@ -31,7 +31,7 @@ from moelora.training.tenants.arguments import check_arguments
 from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
-from moelora.training.tenants.replicas import Replicas, content
+from moelora.training.tenants.replicas import Replicas, content, shapes
 from moelora.training.tenants.resumed import check_adam, check_resumed, of_tenant
 from moelora.training.tenants.steps import Loss, Step
 from moelora.training.tenants.tenant import (
@@ -113,7 +113,7 @@ class Tenants:
             return
         self._replicas = Replicas(group)
         try:
-            self._replicas.together("Tenants", lambda: self._open(pool), lambda _: _shapes(pool))
+            self._replicas.together("Tenants", lambda: self._open(pool), lambda _: shapes(pool))
         except BaseException:
             if _TRAINED.get(id(pool)) is self:
                 self.close()
@@ -549,24 +549,6 @@ class Tenants:
             self._replicas.together(
                 call, lambda: write_folder(*found) if is_first else None, lambda _: {}
             )
-
-
-def _shapes(pool: AdapterPool) -> dict[str, object]:
-    """What ranks compare of their pools."""
-    shapes: dict[str, object] = {
-        f"shape and dtype of {side} of {'.'.join(filter(None, place))}": (
-            tuple(stack.shape[1:]),
-            str(stack.dtype),
-        )
-        for place, pair in stacks_of(pool).items()
-        for side, stack in zip("AB", pair, strict=True)
-    }
-    return {
-        "the set of layers": [*pool.layers, *pool.linears],
-        "max_rank": pool.max_rank,
-        "max_linear_rank": pool.max_linear_rank,
-        **shapes,
-    }
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:
