@@ -9,6 +9,9 @@ models of random weights with four PEFT adapters of ranks 16 and 64. moelora is 
 point, as after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. Needs vLLM,
 one GPU and Python 3.11; for several GPUs there is `benchmarks.vllm_parallel`.
 
+With `--only answers` engines compile the model and capture graphs as vLLM does by default, and
+adapters change attention and experts.
+
 With `--format`, experts are quantized (`benchmarks.engines.vllm_quantize`; `mxfp4` is a gpt-oss of
 `benchmarks.engines.vllm_gpt_oss`), for moelora and for vLLM alike.
 
@@ -75,7 +78,7 @@ class Bench(jobs.Bench):
     # -- stages --
 
     def answers(self):
-        if model := self.model("tiny", dense=True):
+        if model := self.model("tiny", dense=True, attention=True):
             names = ("moelora", "vllm")
             for name in names:
                 self.engine(name, model)

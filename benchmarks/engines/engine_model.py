@@ -96,11 +96,19 @@ def layer(make, s, prefix):
     return {prefix + name: t for name, t in tensors.items()}
 
 
-def adapter(make, s, rank):
-    """Factors of every expert, one pair for each of its projections; alpha is twice the rank."""
+def adapter(make, s, rank, attention=False):
+    """Factors of every expert, one pair for each of its projections, and with `attention` of its
+    projections, too; alpha is twice the rank."""
     std_b = DELTA / (2 * math.sqrt(rank))
     tensors = {}
+    q, kv = s.heads * s.head, s.kv_heads * s.head
+    linear = {"q": (q, s.hidden), "k": (kv, s.hidden), "v": (kv, s.hidden), "o": (s.hidden, q)}
     for i in range(s.layers):
+        for name, (rows, columns) in linear.items() if attention else ():
+            key = f"base_model.model.model.layers.{i}.self_attn.{name}_proj"
+            a = make.normal(rank, columns, std=1 / math.sqrt(columns))
+            tensors[f"{key}.lora_A.weight"] = a
+            tensors[f"{key}.lora_B.weight"] = make.normal(rows, rank, std=std_b)
         sizes = (s.inter, s.hidden, 1), (s.inter, s.hidden, 1), (s.hidden, s.inter, 2)
         for name, (rows, columns, size) in zip(PROJECTIONS, sizes, strict=True):
             a = make.normal(s.experts, rank, columns, std=1 / math.sqrt(columns))
@@ -114,7 +122,7 @@ def adapter(make, s, rank):
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": [*PROJECTIONS],
+        "target_modules": [*PROJECTIONS, *(f"{name}_proj" for name in linear if attention)],
         "bias": "none",
     }
     return tensors, config
@@ -191,6 +199,7 @@ def main(argv=None):
     p.add_argument("--preset", choices=PRESETS, default="tiny")
     p.add_argument("--layers", type=int, help="(default: the preset's)")
     p.add_argument("--adapters", default="16,16,64,64", help="ranks, commas between")
+    p.add_argument("--attention", action="store_true", help="adapters of attention, too")
     args = p.parse_args(argv)
     shape = PRESETS[args.preset]
     shape = replace(shape, layers=args.layers or shape.layers)
@@ -210,7 +219,7 @@ def main(argv=None):
     adapters = []
     for i, rank in enumerate((int(r) for r in args.adapters.split(",")), 1):
         adapters.append(args.out / f"lora{i}-r{rank}")
-        save_adapter(adapters[-1], *adapter(make, shape, rank))
+        save_adapter(adapters[-1], *adapter(make, shape, rank, args.attention))
     describe(args.out, settings(shape), index, adapters, asdict(shape))
     print(f"made {base} and {len(adapters)} adapters on {make.device}")
 

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 KEY = re.compile(r"\.layers\.(\d+)\.mlp\.experts(?:\.(\d+)\.(\w+)_proj|(\.base_layer)?)\.lora_A\.")
+LINEAR = re.compile(r"\.(layers\.\d+\.self_attn\.\w+_proj)\.lora_A\.")
 
 
 def weight_of(model, layer, expert, projection):
@@ -42,12 +43,16 @@ def deltas(model, folder):
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     for key in (key for key in tensors if ".lora_A." in key):
-        found = KEY.search(key)
-        if found is None:
-            raise ValueError(f"{key} is not of an expert")
-        layer, rank = int(found[1]), config["r"]
+        rank = config["r"]
         a, b = (tensors[k].to(model.device).float() for k in (key, key.replace("lora_A", "lora_B")))
         b *= config["lora_alpha"] / rank
+        if linear := LINEAR.search(key):
+            yield model.model.get_submodule(linear[1]).weight.data, b @ a
+            continue
+        found = KEY.search(key)
+        if found is None:
+            raise ValueError(f"{key} is neither of an expert nor of attention")
+        layer = int(found[1])
         if found[2]:
             yield weight_of(model, layer, int(found[2]), found[3]), b @ a
         else:

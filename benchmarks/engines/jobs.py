@@ -102,13 +102,15 @@ class Bench:
 
     # -- models --
 
-    def model(self, preset, dense=False):
+    def model(self, preset, dense=False, attention=False):
         """The name of a preset's model with experts in `--format`; None if it could not be made.
-        `dense`: beside it is NAME-dense, the same numbers unquantized."""
+        `dense`: beside it is NAME-dense, the same numbers unquantized. `attention`: adapters of a
+        Qwen3-MoE change attention, too."""
         format = self.args.format
         name = f"{preset}-{format}" if format else preset
         quantized = [] if dense else ["--only-quantized"]
         steps = {preset: [*self.make_model, "--preset", preset, "--adapters", RANKS]}
+        steps[preset] += ["--attention"] if attention else []
         if format == "mxfp4":
             steps = {name: [*self.make_gpt_oss, "--ranks", RANKS, *quantized]}
         elif format:

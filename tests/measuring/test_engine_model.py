@@ -25,7 +25,7 @@ def make(out, family, patch):
         out = out.with_name(f"{out.name}-dense")
     else:
         words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
-        engine_model.main(words)
+        engine_model.main([*words, "--attention"])
     return out, json.loads((out / "manifest.json").read_text())
 
 
