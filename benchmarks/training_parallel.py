@@ -6,11 +6,16 @@
 PEFT's adapter of rank 16 on experts and q_proj, attached, AdamW; `--batch` rows of random tokens a
 step, of all processes together. Modes: `tp`, `tp+ep` (both: one batch for all), `ep` (each process
 has its part of the batch). seconds: median of the steps after the first, of the slowest process;
-bytes: factors that a process computes with; peak: of torch's allocator, on GPUs.
+forward_seconds: of a forward without gradients, and base_forward_seconds: of the model before it
+has adapters (at a few tokens, their difference is host time); factor_bytes: factors that a process
+computes with; peak_bytes: of torch's allocator, on GPUs.
+
+More processes than GPUs share one, over gloo: a check that a mode works, not a measurement of it.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,37 +41,41 @@ def work(args: argparse.Namespace) -> None:
     import moelora.integrations.peft as moelora_peft
 
     world, cuda = args.world, torch.cuda.is_available()
+    if cuda and torch.cuda.device_count() < world:
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group("gloo")
     split = {"fsdp_size": world} if args.mode == "ep" else {"tp_size": world}
     model = AutoModelForCausalLM.from_pretrained(
         args.model,
         dtype=torch.bfloat16 if cuda else torch.float32,
         distributed_config=DistributedConfig(**split, ep_size=1 if args.mode == "tp" else world),
     )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (args.batch, args.length), generator=generator)
+    ids = (ids.chunk(world)[dist.get_rank()] if args.mode == "ep" else ids).to(model.device)
+
+    @torch.no_grad()
+    def forward():
+        model(ids, use_cache=False)
+
+    def step():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    base_forward = median(args.steps, forward)
     config = LoraConfig(r=16, target_modules=["q_proj"], target_parameters=TARGETS)
     model = get_peft_model(model, config)
     pool = moelora_peft.attach(model.train())
     factors = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(factors, lr=1e-4, foreach=False)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (args.batch, args.length), generator=generator)
-    ids = (ids.chunk(world)[dist.get_rank()] if args.mode == "ep" else ids).to(model.device)
-    seconds = []
-    for _ in range(args.steps):
-        dist.barrier()
-        start = time.perf_counter()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds, device=model.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     row = {
         "mode": args.mode,
         "world": world,
         "tokens": args.batch * args.length,
-        "seconds": statistics.median(slowest[1:].tolist()),
+        "seconds": median(args.steps, step),
+        "forward_seconds": median(args.steps, forward),
+        "base_forward_seconds": base_forward,
         "factor_bytes": pool.memory_bytes(),
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
     }
@@ -74,6 +83,23 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def median(calls: int, call) -> float:
+    """Seconds of a call, of the slowest process; the first warms up."""
+    seconds = []
+    for _ in range(calls):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds)
+    if torch.cuda.is_available():
+        slowest = slowest.cuda()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest[1:].tolist())
 
 
 def main(argv=None) -> None:
