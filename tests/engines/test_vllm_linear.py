@@ -103,11 +103,6 @@ class Linear:
 MIXED = [0, 1, -1, 1, 0, 2, -1, 2, 1]
 
 
-@pytest.fixture(autouse=True)
-def switch(monkeypatch):
-    monkeypatch.setenv("MOELORA_VLLM_LINEAR", "1")
-
-
 @pytest.fixture
 def linear(served, lines):
     log = logging.getLogger("vllm.moelora")
@@ -124,7 +119,8 @@ def test_mixed_adapters_and_ranks(linear, name, lines):
     layer.check(layer())
     (line,) = lines
     assert (
-        line == "moelora: deltas add the adapters of linear layers, as MOELORA_VLLM_LINEAR=1 says"
+        line == "moelora: deltas add the adapters of linear layers; MOELORA_VLLM_LINEAR=0 leaves "
+        "them to vLLM"
     )
 
 
@@ -243,18 +239,30 @@ def test_compiled_models_of_vllm_are_others(vllm):
     assert getattr(load(place), name)("config") == ["config", f"moelora {moelora.__version__}"]
 
 
-@pytest.mark.parametrize("why", ["switch", "changed"])
+LEFT = {
+    "switch": "MOELORA_VLLM_LINEAR=0",
+    "another card": "moelora was not measured on this card, and MOELORA_VLLM_LINEAR is not 1",
+    "other kernels": "moelora was not measured on this card, and MOELORA_VLLM_LINEAR is not 1",
+    "changed": "['self', 'y', 'x']",
+}
+
+
+@pytest.mark.parametrize("why", [*LEFT, "forced"])
 def test_left_to_vllm(vllm, lines, why):
-    if why == "switch":
-        vllm.monkeypatch.delenv("MOELORA_VLLM_LINEAR")
-    else:
+    for name, value, when in (
+        ("MOELORA_VLLM_LINEAR", "0", "switch"),
+        ("MOELORA_VLLM_LINEAR", "1", "forced"),
+        ("MOELORA_MAX_CC", "80", "other kernels"),
+    ):
+        if why == when:
+            vllm.monkeypatch.setenv(name, value)
+    if why == "changed":
         vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, "add_lora_linear", lambda self, y, x: None)
-    vllm.register()
-    assert not hasattr(vllm.PunicaWrapperGPU.add_lora_linear, "_moelora")
+    vllm.register(card="NVIDIA B200" if why in ("another card", "forced") else "NVIDIA H200")
     assert hasattr(vllm.PunicaWrapperGPU.add_lora_w13, "_moelora")
-    ends = [
-        line.endswith("; vLLM's own kernels add the adapters of its linear layers")
-        for line in lines
-    ]
-    assert ends == ([] if why == "switch" else [True])
-    assert why == "switch" or "['self', 'y', 'x']" in lines[0]
+    assert hasattr(vllm.PunicaWrapperGPU.add_lora_linear, "_moelora") == (why not in LEFT)
+    left = [line for line in lines if LEFT.get(why, "adapters of its linear layers") in line]
+    assert len(left) == (why in LEFT)
+    assert all(
+        line.endswith("; vLLM's own kernels add the adapters of its linear layers") for line in left
+    )

@@ -29,10 +29,12 @@ def drop(names, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-def platform(cuda: bool = True, capability: int = 90):
+def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200"):
     """vLLM's `current_platform`, as far as registering asks it."""
     return SimpleNamespace(
-        is_cuda=lambda: cuda, has_device_capability=lambda wanted: capability >= wanted
+        is_cuda=lambda: cuda,
+        has_device_capability=lambda wanted: capability >= wanted,
+        get_device_name=lambda: card,
     )
 
 
@@ -77,10 +79,10 @@ class VLLM:
     def set(self, module: str, name: str, value):
         self.monkeypatch.setattr(load(module), name, value)
 
-    def register(self):
-        """As the engine would, on a machine with CUDA; then vLLM's kernels are replaced."""
+    def register(self, **machine):
+        """As the engine would, on a `platform` with CUDA; then vLLM's kernels are replaced."""
         with self.monkeypatch.context() as patch:
-            patch.setattr(load("vllm.platforms"), "current_platform", platform())
+            patch.setattr(load("vllm.platforms"), "current_platform", platform(**machine))
             patch.setattr("moelora._C.WITH_CUDA", 1)
             self.plugin.register()
         self.monkeypatch.setattr(self.TritonExperts, "apply", self._own_path())

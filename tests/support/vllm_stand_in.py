@@ -496,7 +496,11 @@ def contents(version: str) -> dict[str, dict[str, object]]:
     from vllm_stand_in_lora import places as lora
     from vllm_stand_in_methods import places
 
-    platform = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda wanted: True)
+    platform = SimpleNamespace(
+        is_cuda=lambda: True,
+        has_device_capability=lambda wanted: True,
+        get_device_name=lambda: "NVIDIA H200",
+    )
     others = {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},

@@ -6,7 +6,7 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
-Under `MOELORA_VLLM_LINEAR=1` adapters of linear layers are added by moelora's deltas.
+Adapters of linear layers are added by moelora's deltas (`linear`).
 `update_adapters` gives a running engine adapters from memory.
 `MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
 are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
-from moelora.integrations import reason_against_build, shown, switched_off, switched_on
+from moelora.integrations import reason_against_build, shown, switched_off
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
@@ -131,9 +131,7 @@ def _install() -> None:
         deltas.install()
     from moelora.integrations.vllm import linear
 
-    if not switched_on(linear.SWITCH):
-        pass
-    elif problem := interface.problem(interface.LINEAR):
+    if problem := linear.problem_here():
         say_once(f"{problem}; {linear.OWN_KERNELS}")
     else:
         linear.install()

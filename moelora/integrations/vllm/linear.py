@@ -5,6 +5,8 @@ traces. Here each is one operator that it does not trace, over a delta of one ex
 choose. With `fully_sharded_loras`, column and row parallel layers exchange data between shrink and
 expand: vLLM's kernels add these.
 
+They run on the cards that moelora was measured on, elsewhere under `MOELORA_VLLM_LINEAR=1`.
+
 Each layer has the true rank of every slot in a device tensor that is updated in place, so that
 captured graphs read it; 0 if the slot's adapter has no factors for the layer.
 """
@@ -21,14 +23,14 @@ import torch
 from torch import Tensor
 
 from moelora import _C
-from moelora.integrations import reason_against_device
-from moelora.integrations.vllm import say_once, wrap
+from moelora.integrations import reason_against_device, switched_off, switched_on
+from moelora.integrations.vllm import interface, race, say_once, wrap
 from moelora.operators.delta import moe_lora_gate_up_delta
 from moelora.operators.opaque import opaque
 
 SWITCH = "MOELORA_VLLM_LINEAR"
 OWN_KERNELS = "vLLM's own kernels add the adapters of its linear layers"
-SERVED = f"deltas add the adapters of linear layers, as {SWITCH}=1 says"
+SERVED = f"deltas add the adapters of linear layers; {SWITCH}=0 leaves them to vLLM"
 ARGUMENTS = (
     "Tensor(a!) y, Tensor x, Tensor[] lora_a, Tensor[] lora_b, Tensor token_lora_mapping, "
     "Tensor no_lora, Tensor[] meta, float scale, bool add_inputs"
@@ -51,6 +53,18 @@ class SlotRanks:
 
 # By the address of a layer's first A, as the operator only gets tensors. Layers own them.
 _ranks: WeakValueDictionary[int, SlotRanks] = WeakValueDictionary()
+
+
+def problem_here() -> str | None:
+    """Why vLLM's own kernels add them, or None."""
+    from vllm.platforms import current_platform
+
+    if said := switched_off(SWITCH):
+        return said
+    # asks NVML: CUDA stays uninitialized
+    if not switched_on(SWITCH) and not race.is_measured(current_platform.get_device_name()):
+        return f"moelora was not measured on this card, and {SWITCH} is not 1"
+    return interface.problem(interface.LINEAR)
 
 
 def install() -> None:

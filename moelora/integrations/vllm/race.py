@@ -84,11 +84,14 @@ def forced() -> bool:
 def wanted() -> bool:
     """Whether layers race: on cards other than those that moelora was measured on, or with the
     kernels of other cards (MOELORA_MAX_CC), unless MOELORA_VLLM=1."""
-    if forced() or not torch.cuda.is_available():
-        return False
+    return not forced() and torch.cuda.is_available() and not is_measured(_card())
+
+
+def is_measured(card: str) -> bool:
+    """Whether moelora was measured on a card, and takes that card's kernels."""
     limit = os.environ.get("MOELORA_MAX_CC", "").strip()
     limited = limit.isdigit() and 0 < int(limit) < 90
-    return limited or not any(name in _card() for name in MEASURED)
+    return not limited and any(name in card for name in MEASURED)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moelora.integrations import switched_on
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.vllm import SWITCH, interface, linear, problem_here
 from moelora.integrations.vllm.formats import FORMATS
@@ -24,14 +23,10 @@ def parts() -> list[Part]:
             one = replace(one, runs="own", why=quantized)
         found.append(one)
     adapters = part("adapters of layers that stay with vLLM", "PunicaWrapperGPU", interface.DELTAS)
-    return [*found, adapters, linear_adapters()]
-
-
-def linear_adapters() -> Part:
-    one = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
-    return (
-        one if switched_on(linear.SWITCH) else replace(one, runs="own", why=f"no {linear.SWITCH}=1")
-    )
+    linears = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
+    if why := linear.problem_here():
+        linears = replace(linears, runs="own", why=why)
+    return [*found, adapters, linears]
 
 
 REPORT = Report(
