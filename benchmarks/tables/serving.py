@@ -1,11 +1,13 @@
 """Tables of servers under load, of every file that benchmarks.serving wrote."""
 
+import itertools
+
 from benchmarks.tables.columns import SERVING
 from benchmarks.tables.files import AWAITED, card, load, source, topics
 from benchmarks.tables.text import made_of, markdown, over, span, thousands, wrapped
 from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
-CLAIMED = "bf16, Qwen3-30B-A3B"
+CLAIMED = "Qwen3-30B-A3B"
 SEQUENCES = (1, 16, 64, 256)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
@@ -101,20 +103,23 @@ def claim():
     trains = f"""A training step of one MoE layer, with an adapter of rank 16 and {MANY_TOKENS}
         tokens or more, is {" and ".join(training)}."""
     items = [f"**What it gains**: {trains}", f"**Measured on**: {card('training')}."]
-    mine = [run for run in runs() if run.engine == "vllm" and run.experts == CLAIMED]
+    mine = [run for run in runs() if run.engine == "vllm" and run.experts.endswith(CLAIMED)]
     rates = [[run.rate(load) for load in ("prefill", "decode_64")] for run in mine]
-    if rates and all(map(all, rates[0])):
-        ((base, theirs, ours), (slow_base, slow_theirs, slow)) = rates[0]
+    if rates and all(map(all, itertools.chain(*rates))):
+        gains, costs = (
+            [span([run[load][2] / run[load][i] for run in rates], digits) for load in (0, 1)]
+            for i, digits in ((1, 1), (0, 2))
+        )
+        formats = " and ".join(run.experts.partition(",")[0] for run in mine)
         items = [
             f"""**What it gains**: {mine[0].name} serves four adapters on all experts of
-            Qwen3-30B-A3B with **{ours / theirs:.1f} times** the prefill and
-            **{slow / slow_theirs:.1f} times** the decode throughput of vLLM's own LoRA kernels.
-            {trains}""",
+            {CLAIMED} with **{gains[0]} times** the prefill and **{gains[1]} times** the decode
+            throughput of vLLM's own LoRA kernels. {trains}""",
             f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64,
-            prefill runs at {ours / base:.2f} and decode at {slow / slow_base:.2f} of the throughput
-            of vLLM without any adapters.""",
-            f"""**Measured on**: the whole model, in bf16, on {card(mine[0].topic)}; training steps
-            on {card("training")}.""",
+            prefill runs at {costs[0]} and decode at {costs[1]} of the throughput of vLLM without
+            any adapters.""",
+            f"""**Measured on**: the whole model, in {formats}, on {card(mine[0].topic)}; training
+            steps on {card("training")}.""",
         ]
     return "\n".join(f"- {wrapped(item)}".replace("\n", "\n  ") for item in items)
 
