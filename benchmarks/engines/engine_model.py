@@ -162,6 +162,25 @@ def save(folder, name, tensors):
     return dict.fromkeys(tensors, name)
 
 
+def save_index(base, index):
+    weight_map = {"metadata": {}, "weight_map": index}
+    (base / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+
+def save_base(base, make, s, vocab=VOCAB, change=lambda tensors: tensors):
+    """Write all weights, each layer as `change` of it; returns the file of each."""
+    ends = {
+        "model.embed_tokens.weight": make.normal(vocab, s.hidden, std=1.0),
+        "model.norm.weight": ones(s.hidden),
+        "lm_head.weight": make.normal(vocab, s.hidden, std=3 / math.sqrt(s.hidden)),
+    }
+    index = save(base, "ends.safetensors", ends)
+    for i in range(s.layers):
+        tensors = change(layer(make, s, f"model.layers.{i}."))
+        index |= save(base, f"layer-{i:02}.safetensors", tensors)
+    return index
+
+
 def save_adapter(folder, tensors, config):
     save(folder, "adapter_model.safetensors", tensors)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
@@ -171,8 +190,7 @@ def describe(out, config, index, adapters, shape):
     """What makes a model of the files of weights in OUT/base, and the manifest."""
     base = out / "base"
     (base / "config.json").write_text(json.dumps(config, indent=1))
-    weight_map = {"metadata": {}, "weight_map": index}
-    (base / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    save_index(base, index)
     manifest = {
         "base": str(base),
         "adapters": [str(a) for a in adapters],
@@ -206,15 +224,7 @@ def main(argv=None):
     make = Maker(device())
     shutil.rmtree(args.out, ignore_errors=True)
     base = args.out / "base"
-    ends = {
-        "model.embed_tokens.weight": make.normal(VOCAB, shape.hidden, std=1.0),
-        "model.norm.weight": ones(shape.hidden),
-        "lm_head.weight": make.normal(VOCAB, shape.hidden, std=3 / math.sqrt(shape.hidden)),
-    }
-    index = save(base, "ends.safetensors", ends)
-    for i in range(shape.layers):
-        tensors = layer(make, shape, f"model.layers.{i}.")
-        index |= save(base, f"layer-{i:02}.safetensors", tensors)
+    index = save_base(base, make, shape)
     save_tokenizer(base)
     adapters = []
     for i, rank in enumerate((int(r) for r in args.adapters.split(",")), 1):

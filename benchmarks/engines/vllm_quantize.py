@@ -23,8 +23,9 @@ import pathlib
 import shutil
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
+
+from benchmarks.engines.engine_model import save, save_index
 
 GROUP = 128
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
@@ -142,31 +143,26 @@ def settings(format, layers):
     }
 
 
+def both(tensors, quantize):
+    """Tensors of the quantized checkpoint, and of the dense one."""
+    quantized, dense = dict(tensors), dict(tensors)
+    for name in (name for name in tensors if ".experts." in name):
+        parts, numbers = quantize(quantized.pop(name))
+        quantized |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+        dense[name] = numbers.bfloat16()
+    return quantized, dense
+
+
 def write(source, folders, quantize, device):
     """Write every weight file to `folders`: quantized to the first one, dequantized to the
     others."""
     maps = [{} for _ in folders]
     for file in sorted(source.glob("*.safetensors")):
-        made = [{} for _ in folders]
-        with safe_open(file, "pt", device=device) as tensors:
-            for name in tensors.keys():
-                tensor = tensors.get_tensor(name)
-                if ".experts." in name:
-                    stem = name.removesuffix("weight")
-                    parts, dense = quantize(tensor)
-                    made[0].update({f"{stem}{n}": t.cpu() for n, t in parts.items()})
-                    for group in made[1:]:
-                        group[name] = dense.bfloat16().cpu()
-                else:
-                    for group in made:
-                        group[name] = tensor.cpu()
-        for folder, group, where in zip(folders, made, maps, strict=True):
-            group = {name: t.contiguous() for name, t in group.items()}
-            save_file(group, folder / file.name, metadata={"format": "pt"})
-            where.update(dict.fromkeys(group, file.name))
-    for folder, where in zip(folders, maps, strict=True):
-        index = {"metadata": {}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        made = both(load_file(file, device), quantize)
+        for folder, tensors, index in zip(folders, made, maps, strict=False):
+            index |= save(folder, file.name, tensors)
+    for folder, index in zip(folders, maps, strict=True):
+        save_index(folder, index)
 
 
 def main(argv=None):
