@@ -206,7 +206,7 @@ def write_logs(folder, out):
     """The first and the last lines of every job's log, the oldest first."""
     with open(out, "w") as log:
         for path in sorted(folder.glob("*.log"), key=lambda p: p.stat().st_mtime):
-            lines = path.read_text(errors="replace").splitlines()
+            lines = [line[:2000] for line in path.read_text(errors="replace").splitlines()]
             log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
 
 

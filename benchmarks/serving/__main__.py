@@ -10,12 +10,12 @@ import time
 
 from benchmarks import ROOT, serving
 from benchmarks.engines.jobs import Job, is_up, version, write_entry_points, write_logs
-from benchmarks.options import words
+from benchmarks.options import numbers, words
 from benchmarks.serving import models
 from moelora.bench import results
 
 HERE = pathlib.Path(__file__).parent
-ENGINES, WORKLOADS = (
+ENGINES, GROUPS = (
     json.loads((HERE / f"{name}.json").read_text()) for name in ("engines", "workloads")
 )
 # Rows without adapters of an engine that has them: what LoRA costs who does not use it.
@@ -27,29 +27,52 @@ def parse(argv=None):
     p = argparse.ArgumentParser(
         description=serving.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--model", choices=models.MODELS, default="qwen3-30b-a3b")
-    p.add_argument("--format", choices=models.QUANTIZED, default="bf16", help="of experts")
-    p.add_argument("--layers", type=int, default=0, help="(default: all)")
-    p.add_argument("--engines", type=words, default=list(ENGINES)[:3])
-    p.add_argument("--workloads", type=words, default=list(WORKLOADS))
-    p.add_argument("--url", help="of a running server; its name is that of --engines")
-    p.add_argument("--adapters", type=words, default=[], help="of --url")
-    p.add_argument("--served-model", help="of --url: the name of its model, a folder or Hub name")
-    p.add_argument("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
-    p.add_argument("--start-s", type=float, default=400, help="until a server answers")
-    p.add_argument("--load-s", type=float, default=300, help="of all loads of a server")
-    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"))
-    p.add_argument("--out", type=pathlib.Path, required=True)
+    add = p.add_argument
+    add("--model", choices=models.MODELS, default="qwen3-30b-a3b")
+    add("--format", choices=models.QUANTIZED, default="bf16", help="of experts")
+    add("--layers", type=int, default=0, help="(default: all)")
+    add("--adapters", type=int, default=4, help="that the server has (default: %(default)s)")
+    add("--ranks", type=numbers, default=[16, 64], help="of adapters, in turns (default: 16,64)")
+    add("--max-loras", type=int, help="adapters on the GPU at once (default: all)")
+    add("--max-cpu-loras", type=int, help="in host memory at once (default: the engine's)")
+    add("--engines", type=words, default=list(ENGINES)[:3])
+    add("--workloads", type=words, default=["engine"], help=f"or of {', '.join(GROUPS)}")
+    add("--more", type=pathlib.Path, help='a file of {"engines": {...}, "workloads": {...}}')
+    add("--slo", type=words, default=["ttft:500", "tpot:50"], help="ms (default: %(default)s)")
+    add("--url", help="of a running server; its name is that of --engines")
+    add("--lora-modules", type=words, default=[], help="names of adapters of --url")
+    add("--served-model", help="of --url: the name of its model, a folder or Hub name")
+    add("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
+    add("--start-s", type=float, default=400, help="until a server answers")
+    add("--load-s", type=float, default=300, help="of all loads of a server")
+    add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"))
+    add("--out", type=pathlib.Path, required=True)
     args = p.parse_args(argv)
+    more = json.loads(args.more.read_text()) if args.more else {}
+    args.known = ENGINES | more.get("engines", {})
+    args.loads = {name: load for group in GROUPS.values() for name, load in group.items()}
+    args.loads |= more.get("workloads", {})
+    args.workloads = [name for word in args.workloads for name in GROUPS.get(word, [word])]
     if args.url and (len(args.engines) != 1 or not args.served_model):
         p.error("--url wants one name for --engines and the server's --served-model")
-    engines = args.engines if args.url else ENGINES
     for option, names, rows in (
-        ("engines", args.engines, engines),
-        ("workloads", args.workloads, WORKLOADS),
+        ("engines", args.engines, args.engines if args.url else args.known),
+        ("workloads", args.workloads, args.loads),
     ):
         if unknown := [name for name in names if name not in rows]:
-            p.error(f"--{option} has {unknown}, {option}.json has {', '.join(rows)}")
+            p.error(f"--{option} has {unknown}, known are {', '.join(rows)}")
+    pool = {name: getattr(args, name) for name in ("max_loras", "max_cpu_loras")}
+    args.pool = {name: size for name, size in pool.items() if size is not None}
+    if args.url:
+        args.adapters, args.ranks = len(args.lora_modules), None
+        return args
+    gpt_oss = models.MODELS[args.model].shape is None
+    if gpt_oss != (args.format == "mxfp4"):
+        p.error(f"--format is {args.format}, {args.model} has {'only' if gpt_oss else 'no'} mxfp4")
+    args.pool.setdefault("max_loras", args.adapters)
+    sizes = [1, args.pool["max_loras"], args.pool.get("max_cpu_loras", args.adapters)]
+    if sizes != sorted(sizes) or sizes[1] > args.adapters or min(args.ranks) < 1:
+        p.error("wanted 1 <= --max-loras <= --max-cpu-loras, --adapters; and positive --ranks")
     return args
 
 
@@ -60,34 +83,47 @@ class Bench:
         args.work.mkdir(parents=True)
 
     def made(self):
-        """What `models.main` wrote: the folders of the model and of its adapters."""
+        """What `models.main` wrote, the folders of the model and of its adapters; None if it
+        failed."""
         command = [sys.executable, "-m", "benchmarks.serving.models", self.args.model]
         command += [self.args.format, self.args.work / "model", self.args.layers]
-        self.stages.append(Job("make", command, self.args.work, 180, where=ROOT).wait())
-        return json.loads((self.args.work / "model/served.json").read_text())
+        command += [",".join(map(str, self.args.ranks)), self.args.adapters]
+        self.stages.append(Job("make", command, self.args.work, 300, where=ROOT).wait())
+        served = self.args.work / "model/served.json"
+        return json.loads(served.read_text()) if served.exists() else None
 
     def serve(self, name, made):
         """Start a server, run its loads, stop it."""
-        engine = ENGINES[name]
+        engine = self.args.known[name]
         adapters = made["adapters"] if "lora" in engine else {}
+        pool = dict(self.args.pool) if adapters else {}
+        if "host" not in engine:
+            pool.pop("max_cpu_loras", None)
         values = {
-            "python": [sys.executable],
-            "model": [made["base"]],
-            "port": [str(PORT)],
-            "load": [] if made["weights"] else ["--load-format", "dummy"],
-            "count": [str(len(adapters))],
-            "rank": [str(max(models.RANKS))],
-            "modules": [f"{key}={folder}" for key, folder in adapters.items()],
+            "{python}": [sys.executable],
+            "{model}": [made["base"]],
+            "{port}": [str(PORT)],
+            "{load}": [] if made["weights"] else ["--load-format", "dummy"],
+            "{slots}": [str(pool.get("max_loras"))],
+            "{host}": [str(pool.get("max_cpu_loras"))],
+            "{rank}": [str(max(self.args.ranks))],
+            "{modules}": [f"{key}={folder}" for key, folder in adapters.items()],
+            "{folder}": [str(self.args.work / "model/adapters")],
         }
-        command = [*engine["command"], *engine.get("lora", []), *self.args.server_args]
-        command = [word for key in command for word in values.get(key.strip("{}"), [key])]
+
+        def filled(words):
+            return [word for key in words for word in values.get(key, [key])]
+
+        command = [*engine["command"], *engine.get("lora", [])]
+        command += engine["host"] if "max_cpu_loras" in pool else []
+        environment = {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
         start = time.monotonic()
         server = Job(
             f"serve {name}",
-            command,
+            filled([*command, *self.args.server_args]),
             self.args.work,
             self.args.start_s + self.args.load_s,
-            self.environment() | self.caches(name) | engine.get("environment", {}),
+            self.environment() | self.caches(name) | environment,
             where=self.args.work,
         )
         try:
@@ -98,7 +134,7 @@ class Bench:
             if (line := engine.get("log")) and line not in log:
                 seconds["served"] = "moelora's line is not in the server's log"
             target = {"url": f"http://127.0.0.1:{PORT}", "model": made["base"]}
-            self.load(name, target, list(adapters), seconds)
+            self.load(name, target, list(adapters), seconds | pool)
         finally:
             self.stages.append(server.stop("stopped" if server.process.poll() is None else "ended"))
 
@@ -109,9 +145,9 @@ class Bench:
             runs += [(w, []) for w in self.args.workloads if w in WITHOUT_ADAPTERS]
         stem = self.args.work / name.replace(" ", "-")
         job, out = stem.with_suffix(".job.json"), stem.with_suffix(".jsonl")
-        workloads = {w: WORKLOADS[w] for w in self.args.workloads}
+        workloads = {w: self.args.loads[w] for w in self.args.workloads}
         target = target | {"tokenizer": target["model"], "workloads": workloads, "runs": runs}
-        job.write_text(json.dumps(target))
+        job.write_text(json.dumps(target | {"slo": self.args.slo}))
         command = [sys.executable, "-m", "benchmarks.serving.client", job, out]
         client = Job(f"load {name}", command, self.args.work, self.args.load_s, self.environment())
         self.stages.append(client.wait())
@@ -134,9 +170,11 @@ class Bench:
         return {variable: str(folder / variable.lower()) for variable in variables}
 
     def write(self):
-        fields = {"model": self.args.model, "format": self.args.format, "layers": self.args.layers}
+        names = ("model", "format", "layers", "adapters", "ranks", "slo")
+        fields = {name: getattr(self.args, name) for name in names}
+        fields["arrivals"] = "Poisson, where a row has no burstiness or concurrency"
         fields |= {name: version(name) for name in ("vllm", "sglang")}
-        settings = {name: ENGINES[name] for name in self.args.engines if name in ENGINES}
+        settings = {n: self.args.known[n] for n in self.args.engines if n in self.args.known}
         results.write(self.args.out, self.rows, stages=self.stages, **fields, servers=settings)
         write_logs(self.args.work, self.args.out.with_suffix(".log"))
 
@@ -146,13 +184,12 @@ def main(argv=None):
     results.check_writable("--out", args.out)
     bench = Bench(args)
     if args.url:
-        bench.load(
-            args.engines[0], {"url": args.url, "model": args.served_model}, args.adapters, {}
-        )
+        target = {"url": args.url, "model": args.served_model}
+        bench.load(args.engines[0], target, args.lora_modules, args.pool)
         bench.write()
     else:
         made = bench.made()
-        for name in args.engines:
+        for name in args.engines if made else ():
             bench.serve(name, made)
             bench.write()
     for row in bench.rows:

@@ -13,13 +13,23 @@ import sys
 
 from vllm.benchmarks import serve
 
-GOODPUT = ("ttft:500", "tpot:50")  # milliseconds
 METRICS = ("ttft", "tpot", "itl")
 KEPT = (
     *("completed", "failed", "duration", "request_throughput", "request_goodput"),
     *("output_throughput", "total_token_throughput"),
     *(f"{which}_{metric}_ms" for metric in METRICS for which in ("median", "p99")),
 )
+
+
+OPTIONS = {  # of `vllm bench serve`, by fields of a workload
+    "input": "random-input-len",
+    "output": "random-output-len",
+    "range_ratio": "random-range-ratio",
+    "prompts": "num-prompts",
+    "rate": "request-rate",
+    "burstiness": "burstiness",
+    "concurrency": "max-concurrency",
+}
 
 
 def words(job, load, adapters, seed):
@@ -29,9 +39,6 @@ def words(job, load, adapters, seed):
         "model": job["model"],
         "tokenizer": job["tokenizer"],
         "dataset-name": "random",
-        "random-input-len": load["input"],
-        "random-output-len": load["output"],
-        "num-prompts": load["prompts"],
         "temperature": 1,  # one after another, the tokens of the random model would be the same
         "seed": seed,  # a load whose prompts were sent before would find them in the prefix cache
         "percentile-metrics": ",".join(METRICS),
@@ -39,14 +46,21 @@ def words(job, load, adapters, seed):
         "ready-check-timeout-sec": 0,
     }
     arguments |= {name: load[key] for key, name in OPTIONS.items() if key in load}
+    arguments |= load.get("options", {})
     flat = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    flat += ["--disable-tqdm", "--goodput", *GOODPUT]
-    return flat + (
-        ["--lora-modules", *adapters, "--lora-assignment", "round-robin"] if adapters else []
-    )
+    flat += ["--disable-tqdm", "--goodput", *job["slo"]]
+    return flat + (["--lora-modules", *modules(load, adapters)] if adapters else [])
 
 
-OPTIONS = {"rate": "request-rate", "concurrency": "max-concurrency"}
+def modules(load, adapters):
+    """Adapters in turns or, with `zipf`, at random: that number n is asked for 1 / n**zipf as often
+    as the first, of 0 all alike, since its name is there so many times."""
+    if "zipf" not in load:
+        return [*adapters, "--lora-assignment", "round-robin"]
+    count, zipf = len(adapters), load["zipf"]
+    times = [round(4 * (count / n) ** zipf) for n in range(1, count + 1)]
+    named = [name for name, n in zip(adapters, times, strict=True) for _ in range(n)]
+    return [*named, "--lora-assignment", "random"]
 
 
 def measure(job, name, load, adapters, seed):
@@ -57,7 +71,8 @@ def measure(job, name, load, adapters, seed):
     kept = {
         key: round(value, 3) if isinstance(value, float) else value for key, value in kept.items()
     }
-    return {"workload": name, "adapters": len(adapters)} | load | kept
+    load = {key: value for key, value in load.items() if key != "source"}
+    return {"workload": name, "adapters": len(adapters), "seed": seed} | load | kept
 
 
 def main():

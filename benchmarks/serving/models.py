@@ -3,12 +3,10 @@
 import json
 import pathlib
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.engines import engine_model, vllm_gpt_oss, vllm_quantize
 from benchmarks.engines.engine_model import PRESETS, save_tokenizer
-
-RANKS = (16, 64, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,23 @@ QUANTIZED = {  # quantization_config of a checkpoint whose experts are quantized
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     },
-    "int4": vllm_quantize.settings("int4", 0),
-    "nvfp4": vllm_quantize.settings("nvfp4", 0),
+    **{name: vllm_quantize.settings(name, 0) for name in ("int4", "nvfp4", "modelopt")},
     "mxfp4": None,  # gpt-oss says it itself
 }
+# `load_format=dummy` draws scales of either sign, and no codes of INT4: these have weights.
+WRITTEN = {name: vllm_quantize.FORMATS[name] for name in ("int4", "nvfp4", "modelopt")}
 
 
-def make(name, format, folder, layers=None):
-    """Write a model and its adapters; returns (folder of the model, {adapter: folder}, whether it
-    has weights)."""
+def make(name, format, folder, layers=None, ranks=(16, 64), count=4):
+    """Write a model and `count` adapters with these ranks in turns; returns (folder of the model,
+    {adapter: folder}, whether it has weights)."""
     model = MODELS[name]
     model = replace(model, layers=layers or model.layers)
-    if (model.shape is None) != (format == "mxfp4"):
-        raise ValueError(f"--format is {format}, {name} has {'' if model.shape else 'only '}mxfp4")
-    base, ranks = folder / "base", sorted(set(RANKS))
+    base, sizes = folder / "base", sorted(set(ranks[:count]))
     if model.shape is None:
         words = ["--out", str(folder), "--layers", str(model.layers), "--only-quantized"]
         vllm_gpt_oss.main(
-            [*words, "--ranks", ",".join(map(str, ranks)), "--vocab", str(model.vocab)]
+            [*words, "--ranks", ",".join(map(str, sizes)), "--vocab", str(model.vocab)]
         )
         written = json.loads((folder / "manifest.json").read_text())["adapters"]
     else:
@@ -64,30 +61,35 @@ def make(name, format, folder, layers=None):
             config["quantization_config"] = quantized
         (base / "config.json").write_text(json.dumps(config, indent=1))
         make, written = engine_model.Maker(engine_model.device()), []
-        for rank in ranks:
+        if quantize := WRITTEN.get(format):
+            index = engine_model.save_base(
+                base, make, shape, model.vocab, lambda t: vllm_quantize.both(t, quantize)[0]
+            )
+            engine_model.save_index(base, index)
+        for rank in sizes:
             written.append(folder / f"r{rank}")
             engine_model.save_adapter(written[-1], *engine_model.adapter(make, shape, rank))
     save_tokenizer(base, model.vocab)
-    folders = dict(zip(ranks, map(pathlib.Path, written), strict=True))
-    adapters = {f"a{i}-r{rank}": link(folders[rank], folder, i) for i, rank in enumerate(RANKS)}
-    return base, adapters, model.shape is None
-
-
-def link(written, folder, i):
-    """A folder of its own name for adapter number i, since engines tell adapters by their paths."""
-    path = folder / f"adapter-{i}"
-    path.symlink_to(written)
-    return path
+    folders = dict(zip(sizes, map(pathlib.Path, written), strict=True))
+    for file in (path / "adapter_config.json" for path in folders.values()):
+        config = json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}
+        file.write_text(json.dumps(config))
+    (folder / "adapters").mkdir()
+    adapters = {}
+    for i in range(count):  # engines tell adapters by their paths
+        rank = ranks[i % len(ranks)]
+        adapters[f"a{i}-r{rank}"] = path = folder / "adapters" / f"a{i}-r{rank}"
+        path.symlink_to(folders[rank])
+    return base, adapters, model.shape is None or format in WRITTEN
 
 
 def main():
     """In a process of its own, so that the GPU's memory is free afterwards."""
-    name, format, folder, layers = sys.argv[1:]
-    base, adapters, weights = make(name, format, pathlib.Path(folder), int(layers) or None)
+    name, format, folder, layers, ranks, count = sys.argv[1:]
+    sizes, folder = [int(rank) for rank in ranks.split(",")], pathlib.Path(folder)
+    base, adapters, weights = make(name, format, folder, int(layers) or None, sizes, int(count))
     described = {"base": str(base), "adapters": {k: str(v) for k, v in adapters.items()}}
-    shape = MODELS[name].shape
-    described |= {"weights": weights, "shape": asdict(shape) if shape else "gpt-oss-20b"}
-    (pathlib.Path(folder) / "served.json").write_text(json.dumps(described))
+    (folder / "served.json").write_text(json.dumps(described | {"weights": weights}))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ PAGES = (
     "docs/transformers.md",
     "docs/adapters.md",
     "docs/answers.md",
+    "docs/serving-benchmark.md",
 )
 PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
     "docs/layer.png": ("layer", []),
@@ -46,6 +47,7 @@ MADE = {
     "layers_on_others": ("layer", layers.on_other_cards),
     "invariance_found": ("invariance", lambda: wrapped(layers.invariance_found())),
     "serving_rates": (None, serving.serving_rates),
+    "serving_adapters": (None, serving.serving_adapters),
     "alternatives": (None, serving.alternatives),
     "decode_ratios": (None, serving.decode_ratios),
     "engine_bits": ("e2e-invariance", engines.engine_bits),

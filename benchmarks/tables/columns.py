@@ -15,6 +15,11 @@ SERVING = """server: engine, load: workload, adapters: adapters, requests/s: req
     all tokens/s: total_token_throughput, first token (ms): median_ttft_ms,
     99th percentile: p99_ttft_ms, each later token (ms): median_tpot_ms,
     99th percentile: p99_tpot_ms, refused: failed"""
+SERVING_ADAPTERS = """server: engine, version: version, GPU: gpu, experts: experts, load: workload,
+    adapters: adapters, on the GPU: max_loras, first token (ms): median_ttft_ms,
+    99th percentile: p99_ttft_ms, each later token (ms): median_tpot_ms,
+    99th percentile: p99_tpot_ms, requests/s: request_throughput,
+    of them in time: request_goodput"""
 CPU = """dtype: dtype, bound: bound_us, with adapters: ours_us, ×: ratio,
     fastest baseline: best_rival, without: ours_base_us,
     transformers without: rivals.grouped_mm_base"""

@@ -2,7 +2,7 @@
 
 import itertools
 
-from benchmarks.tables.columns import SERVING
+from benchmarks.tables.columns import SERVING, SERVING_ADAPTERS
 from benchmarks.tables.files import AWAITED, card, load, source, topics
 from benchmarks.tables.text import made_of, markdown, over, span, thousands, wrapped
 from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
@@ -26,6 +26,11 @@ RATES = {
 }
 
 
+def experts(meta):
+    form = meta["format"] if meta["format"] == "bf16" else meta["format"].upper()
+    return f"{form}, {MODELS.get(meta['model'], meta['model'])}"
+
+
 class Run:
     """An engine in a file: `rate(load)` has tokens per second of the engine without LoRA, with its
     own LoRA kernels, and with moelora."""
@@ -33,8 +38,7 @@ class Run:
     def __init__(self, topic, engine):
         meta, self.rows = load(topic)
         self.topic, self.engine = topic, engine
-        form = meta["format"] if meta["format"] == "bf16" else meta["format"].upper()
-        self.experts = f"{form}, {MODELS.get(meta['model'], meta['model'])}"
+        self.adapters, self.experts = meta.get("adapters", 4), experts(meta)
         self.name = f"{ENGINES[engine]} {meta[engine]}"
         self.gpu = card(topic).removeprefix("NVIDIA ")
 
@@ -50,8 +54,9 @@ class Run:
 
 
 def runs():
-    """Those with moelora and at least one other engine."""
+    """Those with four adapters, moelora and at least one other engine."""
     found = [Run(topic, engine) for topic in topics("serving") for engine in ENGINES]
+    found = [run for run in found if run.adapters == 4]
     return [run for run in found if any(run.rate(load)[2] for load in RATES)]
 
 
@@ -132,3 +137,15 @@ def serving_all():
         )
         or AWAITED
     )
+
+
+def serving_adapters():
+    """Loads whose requests choose among adapters at random, of every file."""
+    rows = []
+    for topic in topics("serving"):
+        meta, cases = load(topic)
+        gpu = card(topic).removeprefix("NVIDIA ")
+        for row in (case for case in cases if "zipf" in case):
+            version = meta.get(row["engine"].split()[0])
+            rows.append(row | {"gpu": gpu, "experts": experts(meta), "version": version})
+    return made_of(SERVING_ADAPTERS, rows) if rows else AWAITED

@@ -6,7 +6,10 @@ import pytest
 
 pytest.importorskip("tomllib")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from benchmarks import tables  # noqa: E402
+from benchmarks.serving import __main__ as serving  # noqa: E402
 from benchmarks.serving.__main__ import main  # noqa: E402
 
 SERVER = """
@@ -23,14 +26,15 @@ def add_cli_args(parser):
     for name in ("base-url", "model", "tokenizer", "dataset-name", "random-input-len", "seed",
                  "random-output-len", "num-prompts", "temperature", "percentile-metrics",
                  "metric-percentiles", "ready-check-timeout-sec", "lora-assignment",
-                 "request-rate", "max-concurrency"):
+                 "request-rate", "max-concurrency", "random-range-ratio", "burstiness"):
         parser.add_argument("--" + name)
     parser.add_argument("--disable-tqdm", action="store_true")
     parser.add_argument("--goodput", nargs="+")
     parser.add_argument("--lora-modules", nargs="+")
 async def main_async(args):
     return {"completed": int(args.num_prompts), "failed": 0, "median_ttft_ms": 1.23456,
-            "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3}
+            "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3,
+            "duration": (args.lora_modules or []).count("a0-r4")}
 """
 
 
@@ -80,5 +84,49 @@ def test_each_engine_runs_each_load_alone(run, tmp_path, monkeypatch):
 
 def test_a_server_that_somebody_else_started(run):
     words = ("--url", "http://127.0.0.1:1", "--engines", "mine", "--served-model", "law")
-    rows = run(*words, "--adapters", "a,b", "--workloads", "load_8")["cases"]
+    rows = run(*words, "--lora-modules", "a,b", "--workloads", "load_8")["cases"]
     assert [(r["engine"], r["workload"], r["adapters"]) for r in rows] == [("mine", "load_8", 2)]
+
+
+def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path, monkeypatch):
+    """Words of its own for both pools, its load, and experts whose format wants real weights."""
+    python, *command = json.loads((serving.HERE / "engines.json").read_text())["vllm"]["command"]
+    engine = {"command": [python, *command], "environment": {"MOELORA_VLLM": "{rank}"}}
+    engine |= {"lora": ["--slots", "{slots}", "{modules}", "model"], "host": ["--host", "{host}"]}
+    load = {"zipf": 1, "input": 9, "output": 2, "prompts": 3, "range_ratio": 0.5, "source": "ours"}
+    more = {"engines": {"mine": engine}, "workloads": {"ours": load}}
+    (tmp_path / "mine.json").write_text(json.dumps(more))
+    pool = ("--adapters", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--ranks", "4,2")
+    words = ("--model", "micro", "--format", "nvfp4", "--more", str(tmp_path / "mine.json"))
+    written = run(*words, *pool, "--engines", "mine", "--workloads", "ours")
+    (row,) = written["cases"]
+    assert (row["adapters"], row["max_loras"], row["max_cpu_loras"], row["seed"]) == (8, 2, 4, 0)
+    assert row["duration"] == 32 and "source" not in row, "the first is named 4 * 8 / 1 times"
+    assert written["meta"]["slo"] == ["ttft:500", "tpot:50"]
+    said = (tmp_path / "benchmarks/results/h100-serving.log").read_text()
+    made = tmp_path / "work/model"
+    modules = [f"a{i}-r{rank}={made}/adapters/a{i}-r{rank}" for i, rank in enumerate((4, 2) * 4)]
+    assert str(["--slots", "2", *modules, "model", "--host", "4"])[1:] in said
+    tensors = load_file(made / "base/layer-01.safetensors")
+    scale = tensors["model.layers.1.mlp.experts.0.up_proj.weight_scale"].float()
+    assert "dummy" not in said and scale.min() >= 0 and scale.max() > 0
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    assert "| NVFP4, micro | ours | 8 | 2 | 1.2 |" in tables.section("serving_adapters")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "micro", "--format", "mxfp4"], "micro has no mxfp4"),
+        (["--model", "gpt-oss-20b", "--format", "int4"], "gpt-oss-20b has only mxfp4"),
+        (["--adapters", "4", "--max-loras", "8"], "1 <= --max-loras <= --max-cpu-loras"),
+        (["--adapters", "8", "--max-loras", "4", "--max-cpu-loras", "2"], "--max-cpu-loras"),
+        (["--ranks", "0"], "positive --ranks"),
+        (["--workloads", "none"], "--workloads has ['none'], known are first_minute"),
+        (["--url", "http://127.0.0.1:1"], "the server's --served-model"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(tmp_path, capsys, words, message):
+    with pytest.raises(SystemExit):
+        main([*words, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "x.json")])
+    assert message in capsys.readouterr().err and not (tmp_path / "work").exists()
