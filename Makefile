@@ -93,6 +93,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	$(VENV)/bin/hadolint examples/Dockerfile.*
 
 # mypy --strict.
 types: $(VENV)/.ready
