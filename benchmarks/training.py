@@ -10,8 +10,8 @@ one. Microseconds are medians of 11 by CUDA events, L2 overwritten before each, 
 the GPU. MiB are what a step needs above weights, adapters, inputs and dout: the peak, and what
 autograd keeps.
 
-`bound_us` is the larger of bytes over `--bandwidth` (by default what is known of the card) and
-operations over `--flops`: base forward and dX, LoRA forward, dX, dA and dB; weights twice; factors
+`bound_us` is the larger of bytes over the card's bandwidth and operations over its rate, as in
+`moelora bench`: base forward and dX, LoRA forward, dX, dA and dB; weights twice; factors
 twice and gradients once, of the pairs of expert and adapter that have tokens, up to their true
 ranks; x, out, dout and dx; pre-activations out and in. `max_err_ratio`: the largest error of a
 gradient over that of the same layer in torch, both against float64, of a small layer.
@@ -46,6 +46,7 @@ from benchmarks import grouped_mm
 from moelora import _C
 from moelora.bench import results
 from moelora.bench.formats import FORMATS
+from moelora.bench.machine import gpu_peaks
 from moelora.reference import naive_fused_experts_lora_backward
 from moelora.reference.backward import TRAINED
 
@@ -60,8 +61,6 @@ NATIVE = {"activations": "native"}
 KINDS = {"fp8": ("fp8_block", {}), "w8a16": ("fp8_block", NATIVE)}  # others: as in FORMATS
 CHECKED = (16, 4, 512, 384)
 CHECKED_TOKENS = 384
-BANDWIDTHS = {"H100": 3.35e12, "H200": 4.3e12}  # bytes in a second, by what a card's name has
-BANDWIDTH, FLOPS = 4.3e12, 790e12  # of others
 REPEATS, WARM_UP = 11, 3
 
 
@@ -85,11 +84,6 @@ def adapters_of(word):
     """Of an item of --ranks: RANK[+RANK...][xTENANTS]."""
     ranks, _, tenants = word.partition("x")
     return Adapters(tuple(map(int, ranks.split("+"))), int(tenants or 1))
-
-
-def bandwidth_of(device):
-    """Bytes in a second, by the name of a card."""
-    return next((value for name, value in BANDWIDTHS.items() if name in device), BANDWIDTH)
 
 
 def draw(shape, tokens, adapters, device="cuda", seed=0):
@@ -156,7 +150,7 @@ def count_pairs(arguments, adapters):
     return torch.bincount(pairs // experts, minlength=adapters.tenants).tolist()
 
 
-def bound(shape, tokens, adapters, pairs, bandwidth, flops, bits=16):
+def bound(shape, tokens, adapters, pairs, peaks, bits=16):
     """Least microseconds of a forward and a backward, with weights of `bits`.
 
     Tenants have the same number of tokens, and `pairs` experts each.
@@ -169,7 +163,7 @@ def bound(shape, tokens, adapters, pairs, bandwidth, flops, bits=16):
     moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
     rank = statistics.mean(adapters.ranks)
     done = 2 * rows * (2 * 3 * hidden * inter + 3 * rank * of_rank)
-    return 1e6 * max(moved / bandwidth, done / flops)
+    return 1e6 * peaks.bound(done, moved)
 
 
 class Step:
@@ -291,7 +285,7 @@ def cases_of(args, kind):
             yield from ((name, t) for t in tokens or TOKENS.get(name, (4096, 16384)))
 
 
-def measure_case(name, tokens, adapters, format_name, args, flush):
+def measure_case(name, tokens, adapters, format_name, peaks, flush):
     """A row of the result file without its errors and peers, and the step."""
     shape, (kind, options) = SHAPES[name], kind_of(format_name)
     bits = 16 if kind == "bf16" else FORMATS[kind].bits
@@ -302,7 +296,7 @@ def measure_case(name, tokens, adapters, format_name, args, flush):
     for _ in range(WARM_UP):
         step.run()
     peak, saved = measure_memory(step)
-    limit = bound(shape, tokens, adapters, pairs, args.bandwidth, args.flops, bits)
+    limit = bound(shape, tokens, adapters, pairs, peaks, bits)
     both = measure(step.run, flush)
     plan = _C.last_plan()
     row = {
@@ -331,9 +325,6 @@ def main(argv=None):
     parser.add_argument("--ranks", default="16,64", help="RANK[+RANK...][xTENANTS], several")
     names = ", ".join(("bf16", *KINDS, *FORMATS))
     parser.add_argument("--formats", default="bf16", help=names)
-    parser.add_argument("--bandwidth", type=float, help="bytes in a second; absent: the card's")
-    parser.add_argument("--flops", default=FLOPS, type=float, help="operations in a second")
-    parser.add_argument("--variant", help="force these kernel variants")
     parser.add_argument("--deadline-s", type=float, help="begin no case later than that")
     parser.add_argument("--grouped-mm", action="store_true", help="and time it, of one tenant")
     parser.add_argument("--peers", help="a folder with bench_train.py")
@@ -341,10 +332,9 @@ def main(argv=None):
     parser.add_argument("--peers-s", default=500.0, type=float, help="seconds for them")
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
-    args.bandwidth = args.bandwidth or bandwidth_of(torch.cuda.get_device_name())
     begun = time.monotonic()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    rows, ratios = [], {}
+    rows, ratios, peaks = [], {}, gpu_peaks()
     words = itertools.product(args.ranks.split(","), args.formats.split(","))
     for word, format_name in words:
         adapters, (kind, _) = adapters_of(word), kind_of(format_name)
@@ -354,13 +344,11 @@ def main(argv=None):
                 continue
             if (adapters, kind) not in ratios:
                 ratios[adapters, kind] = round(error_ratio(adapters, kind), 3)
-            _C.force_variant(args.variant)
-            row, step = measure_case(name, tokens, adapters, format_name, args, flush)
+            row, step = measure_case(name, tokens, adapters, format_name, peaks, flush)
             row["max_err_ratio"] = ratios[adapters, kind]
             if args.grouped_mm and adapters.tenants == 1:
                 row["grouped_mm_us"] = round(measure_grouped_mm(step, kind, flush), 1)
             print(json.dumps(row), flush=True)
-            _C.force_variant(None)
             rows.append(row)
             if args.out:
                 results.write(args.out, rows)

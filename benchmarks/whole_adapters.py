@@ -26,6 +26,7 @@ import torch
 import transformers
 
 import moelora.integrations.transformers as mt
+from benchmarks.churn.decoder import factors
 from benchmarks.engines import engine_model
 from benchmarks.engines.engine_model import PRESETS
 from benchmarks.graphs import capture, wait
@@ -49,23 +50,6 @@ def make_model(shape, layers, device, dtype):
     return model.eval().requires_grad_(False)
 
 
-def factors(pool, rank, generator):
-    """A state dict of random factors of all layers of a pool."""
-    state = {}
-
-    def pair(key, wide, tall, *experts):
-        for side, shape in (("A", (*experts, rank, wide)), ("B", (*experts, tall, rank))):
-            numbers = torch.randn(shape, generator=generator, device=generator.device) * 0.02
-            state[f"{key}.lora_{side}.weight"] = numbers.to(pool.dtype)
-
-    for name, layer in pool.layers.items():
-        for projection in ("gate_up", "down"):
-            pair(f"{name}.{projection}_proj", *layer.shape(projection), layer.num_experts)
-    for name, linear in pool.linears.items():
-        pair(name, linear.in_features, linear.out_features)
-    return state
-
-
 def load(model, parts, rank):
     pool = mt.load_adapters(
         model,
@@ -76,10 +60,9 @@ def load(model, parts, rank):
         targets=parts,
         w13_slices=1,
     )
-    generator = torch.Generator(model.device).manual_seed(1)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
-    for name in ADAPTERS:
-        pool.add(name, factors(pool, rank, generator), config=config)
+    for seed, name in enumerate(ADAPTERS):
+        state, config = factors(pool, rank, seed)
+        pool.add(name, state, config=config)
     return pool
 
 

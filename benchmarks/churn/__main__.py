@@ -34,8 +34,7 @@ def measure_arrivals(args, shape, save):
     def make_pool(policy):
         slots = len(names) if policy == "resident" else args.slots
         most = max(args.ranks)
-        options = {"host": len(names)}
-        pool = new_pool(shape, args.layers, slots, most, args.device, **options)
+        pool = new_pool(shape, args.layers, slots, most, args.device, host=len(names))
         for number, name in enumerate(names):
             state, config = factors(pool, args.ranks[number % 2], number)
             pool.register(name, state, config=config)
@@ -49,14 +48,7 @@ def measure_arrivals(args, shape, save):
             case[f"{field}_ratio"] = round(case[field] / first, 3)
         cases.append(case)
         save(cases)
-        print(
-            f"{policy:9} {case['slots']:3} slots  first token {case['ttft_ms']:8.2f} ms, p95 "
-            f"{case['ttft_p95_ms']:8.2f} ms  {case['tok_s']:8.1f} tokens/s  "
-            f"{case['absent']} arrived while their adapter was in no slot "
-            f"({case['ttft_absent_ms']} ms, others {case['ttft_present_ms']}); prefill "
-            f"{case['prefill_ms']} ms, step {case['step_ms']}",
-            flush=True,
-        )
+        print({key: value for key, value in case.items() if key != "waits_ms"}, flush=True)
     return cases
 
 
@@ -65,20 +57,6 @@ def free(device):
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def measure_updates(args, shape):
-    cases = updates.measure(shape, args.update_layers, args.update_rank, args.updates, args.device)
-    for case in cases:
-        step = f"  steps {case['step_ms']} ms, at most {case['step_max_ms']}" * bool(
-            case["step_ms"]
-        )
-        print(
-            f"update {case['what']:10} {case['layout']:7} {case['gib']:.2f} GiB: {case['ms']} ms "
-            f"({case['low']} to {case['high']}){step}",
-            flush=True,
-        )
-    return cases
 
 
 def parsed(argv):
@@ -129,7 +107,9 @@ def main(argv=None):
             cases += measure_arrivals(args, shape, save)
             free(args.device)
         if "updates" in args.topics:
-            cases += measure_updates(args, shape)
+            settled = args.update_layers, args.update_rank, args.updates, args.device
+            cases += (measured := updates.measure(shape, *settled))
+            print(*measured, sep="\n")
             save(cases)
     return 0
 

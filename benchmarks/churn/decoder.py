@@ -56,6 +56,9 @@ def factors(pool, rank, seed, layout="stacked"):
             else:
                 put(f"{name}.{projection}_proj.lora_A", e, rank, wide)
                 put(f"{name}.{projection}_proj.lora_B", e, tall, rank)
+    for name, linear in pool.linears.items():
+        put(f"{name}.lora_A", rank, linear.in_features)
+        put(f"{name}.lora_B", linear.out_features, rank)
     return state, {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
 
 

@@ -38,7 +38,7 @@ class Load:
         self.topk, ids = scores.topk(shape.top_k, dim=-1)
         self.ids = ids.to(torch.int32)
         self.mapping = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
-        self.graph, self.seconds, self.done = None, [], threading.Event()
+        self.graph, self.stream, self.seconds, self.done = None, None, [], threading.Event()
         if device == "cuda":
             self.stream = torch.cuda.Stream()
             torch.cuda.synchronize()
@@ -72,18 +72,13 @@ class Load:
 
     @torch.no_grad()
     def run(self):
-        if self.device != "cuda":
-            return self.steps()
         with torch.cuda.stream(self.stream):
-            return self.steps()
-
-    def steps(self):
-        while not self.done.is_set():
-            with self.pool.hold(["a"], timeout=60) as held:
-                for _ in range(STEPS):
-                    start = time.perf_counter()
-                    self.step(held)
-                    self.seconds.append(time.perf_counter() - start)
+            while not self.done.is_set():
+                with self.pool.hold(["a"], timeout=60) as held:
+                    for _ in range(STEPS):
+                        start = time.perf_counter()
+                        self.step(held)
+                        self.seconds.append(time.perf_counter() - start)
 
     def __enter__(self):
         self.thread.start()

@@ -70,21 +70,13 @@ class Build:
             env=os.environ | prepare(text, folder),
         )
 
-    def send(self, do, **more):
-        """Asks without waiting, so that several builds can work at once; then `receive`."""
-        self.asked = do, more
+    def ask(self, do, **more):
         self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
         self.process.stdin.flush()
-
-    def receive(self):
         for line in self.process.stdout:
             if line.startswith(ANSWER):
                 return json.loads(line[len(ANSWER) :])
-        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {self.asked}")
-
-    def ask(self, do, **more):
-        self.send(do, **more)
-        return self.receive()
+        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {do}, {more}")
 
     def end(self):
         self.process.kill()
