@@ -3,7 +3,6 @@
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare bits before=../before after=. --device cpu
     python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a
-    python -m benchmarks.compare variants --models qwen3@int4 --tokens 1,16
     python -m benchmarks.compare power --models qwen3 --tokens 4096
 
 `--help` behind any of them. Two result files: `moelora bench compare before.json after.json`.
@@ -12,7 +11,7 @@
 import importlib
 import sys
 
-COMMANDS = ("times", "bits", "machine-code", "variants", "power")
+COMMANDS = ("times", "bits", "machine-code", "power")
 
 
 def main(argv=None):

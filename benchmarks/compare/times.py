@@ -4,16 +4,20 @@
     python -m benchmarks.compare times now=moelora/_C.abi3.so again=moelora/_C.abi3.so
     python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
+    python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (processes.py). Each has a process of its own that holds the layer. They take turns,
 forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
 turns, and percentages compare with the first build. The same module twice shows the noise.
-`--part` takes the delta of one projection instead of the layer.
+`--part` takes the delta of one projection instead of the layer. `--variants` adds the first build
+with each kernel variant of projections and whole layers forced, beside its plan: the tables of
+csrc/core/plan_tile.c come from this. One that does not serve a layer has the plan's time.
 `python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
 import hashlib
+import re
 import statistics
 import tempfile
 import time
@@ -26,7 +30,9 @@ from benchmarks.compare.processes import Build
 from moelora.bench import cases, harness, results, shapes, timing
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.layer import Layer
+from moelora.commands.tune import candidates
 
+ROLES = "gemm", "decode"
 DELTAS = {"gate_up": moelora.moe_lora_gate_up_delta, "down": moelora.moe_lora_down_delta}
 
 
@@ -163,12 +169,20 @@ def main(argv=None):
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
+    parser.add_argument("--variants", help="a regular expression of names")
     parser.add_argument("--part", default="layer", choices=("layer", *DELTAS))
     args = parser.parse_args(argv)
     if args.shape:
         args.models = []
     if args.part != "layer":
         args.ranks = [rank for rank in args.ranks if rank]
+    if args.variants is not None:
+        module, names = (
+            args.builds[0].partition("=")[2],
+            candidates(args.dtype, args.device, *ROLES),
+        )
+        names = [name for name in names if re.search(args.variants, name)]
+        args.builds += [f"{name}={module},MOELORA_FORCE_VARIANT={name}" for name in names]
     with tempfile.TemporaryDirectory() as folder:
         builds = [
             Build(text, folder, "benchmarks.compare.times:Worker", args.device)

@@ -39,15 +39,10 @@ SCRIPTS = [  # module, words, fields of its cases, their values
     ),
     (
         "benchmarks.compare",
-        f"times {BUILDS} --part down --dtype fp32 --shape 4,2,72,40 --tokens 9 --ranks 8 {TIMED}",
+        f"times {BUILDS} --part down --variants scalar --dtype fp32 --shape 4,2,72,40 --tokens 9 "
+        f"--ranks 8 {TIMED}",
         "tokens rank",
         [(9, 8)],
-    ),
-    (
-        "benchmarks.compare",
-        f"variants --models qwen3:16@int4 --tokens 1,3 --ranks 16 {TIMED}",
-        "tokens rank",
-        [(1, 0), (1, 16), (3, 0), (3, 16)],
     ),
     pytest.param(
         "benchmarks.compare",
