@@ -2,15 +2,12 @@
 
     python -m benchmarks.compare bits before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
     python -m benchmarks.compare bits before=../before after=. -- tests/operators -m gpu -k layer
-    python -m benchmarks.compare bits before=. --out digests.json -- tests/operators
-    python -m benchmarks.compare bits before=digests.json after=. -- tests/operators
 
-A build is an extension module, a checkout (processes.py) or the file of an earlier run. Each runs
-the same tests of this repository, by default those of operators, formats and training, in a process
-of its own, in which uninitialized memory holds known bytes (recorder.py). What differs is listed:
-the test, the call in it, how many elements and the largest difference; the exit status is 1. A test
-that fails with the first build is new, and no difference; the other way round it is one. Files
-compare on the same machine with the same torch, without the sizes of differences.
+A build is an extension module or a checkout (processes.py). Each runs the same tests of this
+repository, by default those of operators, formats and training, in a process of its own, in which
+uninitialized memory holds known bytes (recorder.py). What differs is listed: the test, the call in
+it, how many elements and the largest difference; the exit status is 1. A test that fails with the
+first build is new, and no difference; the other way round it is one.
 
 Words after `--` are pytest's.
 """
@@ -28,7 +25,6 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.compare.processes import prepare
-from moelora.bench import results
 
 TESTS = ("tests/operators", "tests/formats", "tests/training")
 PERTURB = str(0x7F ^ 0xFF)  # glibc wants the byte of recorder.py inverted
@@ -70,20 +66,6 @@ class Build:
         return found
 
 
-class Recorded:
-    """A file of digests in the place of a build."""
-
-    def __init__(self, text):
-        self.name, _, path = text.partition("=")
-        self.rows = {row["test"]: row for row in results.read(path)[1]}
-
-    def start(self):
-        pass
-
-    def wait(self):
-        return self.rows
-
-
 def words_of(words):
     """Pytest's words, with the places of tests in this checkout."""
     places = [word for word in words if (ROOT / word.partition("::")[0]).exists()]
@@ -121,7 +103,7 @@ def first_difference(one, two):
 def sizes(builds, found):
     """Differing elements of the first call that differs, by test, from running some tests again."""
     tests = [test for test, (number, _) in found.items() if number is not None][:MOST_SIZES]
-    if not tests or any(isinstance(build, Recorded) for build in builds):
+    if not tests:
         return {}
     for build in builds:
         build.start(tests, MOELORA_KEEP=1)
@@ -161,27 +143,18 @@ def main(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    help = "NAME=MODULE or NAME=DIR[,VARIABLE=VALUE...], or NAME=FILE.json"
-    parser.add_argument("builds", nargs="*", default=[f"here={ROOT}"], help=help)
-    parser.add_argument("--out", help="result file to write, of one build")
+    help = "NAME=MODULE or NAME=DIR[,VARIABLE=VALUE...]"
+    parser.add_argument("builds", nargs="+", help=help)
     split = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
-    if args.out and len(args.builds) > 1:
-        parser.error("--out is for one build")
-    if len({text.partition("=")[0] for text in args.builds}) < len(args.builds):
-        parser.error("builds need different names")
+    if len({text.partition("=")[0] for text in args.builds}) < max(2, len(args.builds)):
+        parser.error("wanted two builds or more, of different names")
     with tempfile.TemporaryDirectory() as folder:
         words = words_of(argv[split + 1 :])
-        builds = [
-            Recorded(text) if text.endswith(".json") else Build(text, folder, words)
-            for text in args.builds
-        ]
+        builds = [Build(text, folder, words) for text in args.builds]
         for build in builds:
             build.start()
         rows = [build.wait() for build in builds]
-        if args.out:
-            kept = ("test", "passed", "calls")
-            results.write(args.out, [{k: row[k] for k in kept} for row in rows[0].values()])
         pairs = zip(builds[1:], rows[1:], strict=True)
         agree = [compare(builds[0], build, rows[0], found) for build, found in pairs]
     return 0 if all(agree) and rows[0] else 1

@@ -132,22 +132,19 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, module, words, fields,
         assert "| 4 | under load | peft | 2 |" in tables.section("updates")
 
 
-@pytest.mark.timeout(900)  # runs pytest up to five times
-@pytest.mark.parametrize("file", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_build_has_its_own_bits_and_others_are_named(tmp_path, capsys, file):
-    """A file of digests takes the place of a build, without the sizes of differences."""
-    now, scalar = BUILDS.split()
+@pytest.mark.timeout(900)  # runs pytest four times
+@pytest.mark.parametrize("sizes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_build_has_its_own_bits_and_others_are_named(monkeypatch, capsys, sizes):
     test = "tests/operators/test_gemm.py::test_skipped_rows_are_zero[cpu-float32]"
-    if file:
-        assert bits.main([now, "--out", str(tmp_path / "now.json"), "--", test]) == 0
-        now = f"before={tmp_path / 'now.json'}"
     differs = "avx2" in _C.cpu_features()
-    assert bits.main([now, scalar, "--", test]) == differs
+    if not sizes:  # which tests run again for
+        monkeypatch.setattr(bits, "MOST_SIZES", 0)
+    assert bits.main([*BUILDS.split(), "--", test]) == differs
     said = capsys.readouterr().out
     assert differs or "scalar: 1 calls in 1 tests as before" in said
     if differs:
         assert f"scalar differs: {test}: call 0: fused_moe_lora_gemm_out, tensors 1" in said
-        assert file or " of 1536 elements, by up to " in said
+        assert not sizes or " of 1536 elements, by up to " in said
         assert "scalar: 0 calls in 0 tests as before, 1 tests differ" in said
 
 
