@@ -45,6 +45,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import moelora
+from benchmarks import training_memory
 from moelora.bench import results
 from moelora.bench.formats import FORMATS
 
@@ -53,34 +54,13 @@ SCALING = 0.5  # of experts' adapters
 CHUNK = 1024  # tokens whose logits exist at once
 
 
+SHAPES = dict(zip(("gptoss", "qwen3"), training_memory.MODELS, strict=False))
+
+
 @dataclass(frozen=True)
-class Sizes:
-    layers: int = 12
-    hidden: int = 2880
-    inter: int = 2880
-    experts: int = 32
-    top_k: int = 4
-    heads: int = 64
-    kv_heads: int = 8
-    head: int = 64
-    vocab: int = 201_088
+class Sizes(training_memory.Model):
     rank: int = 16
     format: str = "mxfp4"
-
-
-SHAPES = {
-    "gptoss": {},
-    "qwen3": {
-        "hidden": 2048,
-        "inter": 768,
-        "experts": 128,
-        "top_k": 8,
-        "heads": 32,
-        "kv_heads": 4,
-        "head": 128,
-        "vocab": 151_936,
-    },
-}
 
 
 class Draw:
@@ -168,7 +148,7 @@ class Layer(nn.Module):
     def __init__(self, s, draw, make):
         super().__init__()
         self.s = s
-        wide, narrow = s.heads * s.head, s.kv_heads * s.head
+        wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self.q, self.k, self.v = (
             Linear(draw, rows, s.hidden, s.rank) for rows in (wide, narrow, narrow)
         )
@@ -180,7 +160,7 @@ class Layer(nn.Module):
         s = self.s
         h = F.rms_norm(x, x.shape[-1:])
         q, k, v = (
-            f(h).unflatten(-1, (-1, s.head)).transpose(1, 2) for f in (self.q, self.k, self.v)
+            f(h).unflatten(-1, (-1, s.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
@@ -273,7 +253,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default="moelora", help="moelora, unsloth, or both")
     parser.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
-    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rank", type=int, default=Sizes.rank)
     parser.add_argument("--shape", choices=SHAPES, default="gptoss")
     parser.add_argument("--format", choices=("mxfp4", "nf4", "nvfp4"), default="mxfp4")
@@ -294,7 +274,8 @@ def main(argv=None):
     if args.engine:
         make = unsloth(args.peers.resolve()) if args.engine == "unsloth" else Ours
         make = partial(Ours, dtype=torch.float32) if args.float32 else make
-        sizes = Sizes(layers=args.layers, rank=args.rank, format=args.format, **SHAPES[args.shape])
+        chosen = {name: getattr(args, name) for name in ("layers", "rank", "format")}
+        sizes = Sizes(**vars(SHAPES[args.shape]) | chosen)
         options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
         options |= {"in_backward": args.in_backward, "cap_gb": args.cap_gb}
         print(json.dumps(measure(sizes, make, args.batch, int(args.length), args.steps, **options)))

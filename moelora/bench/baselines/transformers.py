@@ -32,35 +32,20 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather per forward
 
 
-def tiny(config_class: Any, **sizes: int) -> Any:
-    """Config of a single layer whose other parts are minimal."""
-    return config_class(
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=8,
-        **sizes,
-    )
-
-
 def model_of(model: Model) -> tuple[Any, Any]:
-    """(model class, config) whose experts module has this shape."""
+    """(model class, config) of a single layer whose experts have this shape, and which is minimal
+    otherwise. Experts of other families run the same code."""
     import transformers
 
-    if model.name.startswith("Mixtral"):
-        return transformers.MixtralForCausalLM, tiny(
-            transformers.MixtralConfig,
-            hidden_size=model.hidden,
-            intermediate_size=model.intermediate,
-            num_local_experts=model.experts,
-            num_experts_per_tok=model.top_k,
-        )
-    return transformers.Qwen3MoeForCausalLM, tiny(
-        transformers.Qwen3MoeConfig,
+    return transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(
         hidden_size=model.hidden,
         moe_intermediate_size=model.intermediate,
         num_experts=model.experts,
         num_experts_per_tok=model.top_k,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
     )
 
 
