@@ -223,8 +223,7 @@ class Count:
         self.differing = self.differing + (bits(y) != bits(want)).sum()
 
     def row(self) -> dict:
-        both = {"compositions": self.compositions, "elements": self.elements}
-        return both | {"differing": int(self.differing)}
+        return vars(self) | {"differing": int(self.differing)}
 
 
 class Prover:

@@ -1,11 +1,12 @@
 """A decode step of transformers with whole adapters mixed in a batch, beside the base model.
 
     python -m benchmarks.whole_adapters --out benchmarks/results/h100-whole-adapters.json
-    python -m benchmarks.whole_adapters --preset micro --layers 2 --device cpu --modes eager
+    python -m benchmarks.whole_adapters --preset micro --layers 2 --device cpu
 
 A Qwen3-MoE of random weights, and four adapters of attention, the router and all experts. One step
 is one token for every row, over a static cache: `graph` replays a CUDA graph of it, `eager` is a
-plain call. Each is timed over `--steps` steps, in turn with the other, `--runs` times.
+plain call, alone on a CPU. Each is timed over `--steps` steps, in turn with the other, `--runs`
+times.
 
     base      moelora.integrations.transformers.enable(model)
     loaded    after load_adapters, only rows of the base model
@@ -93,20 +94,20 @@ class Steps:
         ).logits
 
 
-def timed(steps, modes, runs, device):
+def timed(steps, runs, device):
     """Microseconds of a step: mode -> a number for each run; the first run warms up. For a mode
     that cannot be, why."""
     steps.prefill()
-    calls, found = {}, {mode: [] for mode in modes}
-    if "graph" in modes:
+    calls, found = {}, {"eager": []}
+    if device == "cuda":
+        found["graph"] = []
         steps.rewind()
         try:
             calls["graph"] = capture(steps.step).replay
         except RuntimeError as error:  # it synchronizes with the host
             torch.cuda.synchronize()
             found["graph"] = str(error).splitlines()[0]
-    if "eager" in modes:
-        calls["eager"] = steps.step
+    calls["eager"] = steps.step
     for run in range(runs + 1):
         for mode, call in calls.items():
             steps.rewind()
@@ -149,7 +150,7 @@ def measure(args):
     implementation = model.config._experts_implementation
     mt.enable(model)
     cases, base = [], {}
-    for what in args.what:
+    for what in WHAT:
         with contextlib.ExitStack() as stack:
             if what == "peft":
                 stack.enter_context(wrapped_by_peft(model, args.rank, implementation))
@@ -160,7 +161,7 @@ def measure(args):
                 names = [ADAPTERS[i % len(ADAPTERS)] for i in range(args.rows)]
                 stack.enter_context(mt.use_adapters(model, names))
             steps = Steps(model, args.rows, args.prompt, args.steps)
-            found = timed(steps, args.modes, args.runs, args.device)
+            found = timed(steps, args.runs, args.device)
         for mode, samples in found.items():
             if isinstance(samples, str):
                 cases.append({"what": what, "mode": mode, "rows": args.rows, "skipped": samples})
@@ -187,15 +188,9 @@ def main(argv=None):
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each row")
     parser.add_argument("--steps", type=int, default=20, help="steps of one sample")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--modes", default="graph,eager", help="of graph, eager")
-    parser.add_argument("--what", default=",".join(WHAT), help="base comes first")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="result file to write")
     args = parser.parse_args(argv)
-    args.modes, args.what = args.modes.split(","), args.what.split(",")
-    unknown = {*args.modes} - {"graph", "eager"} or {*args.what} - {*WHAT}
-    if unknown or args.what[0] != "base":
-        parser.error(f"--modes or --what has {sorted(unknown)}, or does not begin with base")
     with torch.inference_mode():
         cases = measure(args)
     if args.out:

@@ -1,7 +1,6 @@
 """The models that engines are measured with, and what their answers are held against."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
 SMALL = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 4, "TOP_K": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
-FAMILIES = ("gpt_oss", "qwen3_moe")
 
 
 def make(out, family, patch):
@@ -37,20 +35,6 @@ def load(manifest):
     return model
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_finds_every_tensor_and_adapters_act(tmp_path, monkeypatch, family):
-    _, manifest = make(tmp_path / "model", family, monkeypatch)
-    names = [Path(folder).name for folder in manifest["adapters"]]
-    assert names == ["lora1-r4", "lora2-r8"] and manifest["shape"]["layers"] == 1
-    model, ids = load(manifest), torch.tensor([PROMPTS[0]])
-    base = model(ids).logits
-    assert base.size(-1) == manifest["vocab"]
-    load_adapters(model, manifest["adapters"])
-    with use_adapters(model, names[:1]):
-        assert (model(ids).logits - base).abs().max() > 0.1
-
-
 def replies(manifest, wrong):
     """What moelora's layers answer, as a check of `benchmarks.engines.answers.check`."""
     model, alone = load(manifest), []
@@ -67,6 +51,7 @@ def replies(manifest, wrong):
 
 @pytest.mark.parametrize(("family", "wrong"), [("qwen3_moe", 0.0), ("gpt_oss", 0.2)])
 def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys, family, wrong):
+    """transformers finds every tensor, and another adapter would be far."""
     folder, manifest = make(tmp_path / "model", family, monkeypatch)
     answers.write_replies(tmp_path / "lps.json", replies(manifest, wrong))
     capsys.readouterr()

@@ -23,6 +23,7 @@ BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_
 PARALLEL = "--world 2 --batch 2 --length 16 --steps 2 --modes tp"
 CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 --prompt 6 --new 3"
 CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
+WHOLE = "base loaded mixed attention experts peft base"
 gpu = (pytest.mark.gpu, needs_gpu)
 SCRIPTS = [  # module, words, fields of its cases, their values
     (
@@ -53,10 +54,9 @@ SCRIPTS = [  # module, words, fields of its cases, their values
     ),
     pytest.param(
         "benchmarks.whole_adapters",
-        "--preset micro --layers 1 --rows 4 --prompt 4 --steps 1 --runs 1 --rank 2 --modes eager "
-        "--what base,mixed,peft --device cpu",
+        "--preset micro --layers 1 --rows 4 --prompt 4 --steps 1 --runs 1 --rank 2 --device cpu",
         "what mode rows",
-        [(what, "eager", 4) for what in ("base", "mixed", "peft")],
+        [(what, "eager", 4) for what in WHOLE.split()],
         marks=pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
     ),
     pytest.param(
