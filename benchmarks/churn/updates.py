@@ -13,7 +13,7 @@ import time
 import torch
 
 from benchmarks.churn.decoder import factors, new_pool
-from benchmarks.graphs import wait
+from benchmarks.graphs import capture, wait
 from moelora import fused_experts_lora
 from moelora.adapters import NoSlot
 
@@ -40,13 +40,7 @@ class Load:
         self.mapping = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
         self.graph, self.stream, self.seconds, self.done = None, None, [], threading.Event()
         if device == "cuda":
-            self.stream = torch.cuda.Stream()
-            torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream):
-                self.compute()
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, stream=self.stream):
-                    self.compute()
+            self.stream, self.graph = torch.cuda.Stream(), capture(self.compute)
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def compute(self):

@@ -19,10 +19,7 @@ class CaseProgress:
     def end(self, *lines: str) -> None:
         """Print the results of a case and count it."""
         self.finished += 1
-        for line in lines:
-            self.say(line)
-
-    def say(self, line: str) -> None:
         seconds = time.monotonic() - self.started
-        line = f"[{self.finished}/{self.total}, {seconds:.0f} s] {line}"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for line in lines:
+            line = f"[{self.finished}/{self.total}, {seconds:.0f} s] {line}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
