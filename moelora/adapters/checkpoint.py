@@ -160,7 +160,7 @@ class _Reader:
         adapters: dict[str, Key] = {}
         spelled: dict[str, str] = {}
         last: dict[MoELayer, tuple[int, str]] = {}  # expert of each layer, and its key
-        for text in sorted(weights.keys()):
+        for text in sorted(weights):
             key = parse(text)
             if key is None:
                 self._saved[text] = self._saved_weight(text)
@@ -171,13 +171,13 @@ class _Reader:
             first = spelled.setdefault(text.replace(".moe.experts.", ".experts."), text)
             if first != text:
                 self._copies[text] = first
-                check_shape(text, weights.shape(text), [weights.shape(first)])
+                check_shape(text, weights[text].shape, [weights[first].shape])
                 continue
             self._places.append(place)
             if isinstance(place, ExpertPlace) and place.expert is not None:
                 last[place.layer] = max(last.get(place.layer, (-1, "")), (place.expert, text))
             self._ranks[text], self._scalings[text] = lora.rank_and_scaling(*place.paths)
-            self._shapes[text] = weights.shape(text)
+            self._shapes[text] = weights[text].shape
             parameter = place.parameter if isinstance(place, ExpertPlace) else None
             if parameter is not None and parameter not in self._layouts:
                 try:
@@ -246,7 +246,7 @@ class _Reader:
         for text, linear in self._saved.items():
             self._check_saved(text, linear, None if own is None else own(linear.name))
         for text, first in self._copies.items():
-            if not torch.equal(*map(self._weights.tensor, (text, first))):
+            if not torch.equal(self._weights[text].read(), self._weights[first].read()):
                 raise ValueError(f"{first} and {text} are the same factor, with other numbers")
         if isinstance(self._weights, State):
             keys = [place.key.text for place in self._places]
@@ -265,13 +265,13 @@ class _Reader:
         rank, scaling = self._ranks[text], self._scalings[text]
 
         def read() -> torch.Tensor:
-            tensor = self._weights.tensor(text)
+            tensor = self._weights[text].read()
             if isinstance(place, LinearPlace):
                 return tensor
             order = self._layouts.get(place.parameter or "", "rank_major")
             return expert_pairs.stacked(place, tensor, rank, self._exchanged, order)
 
-        dtype = check_dtype(text, self._weights.dtype(text))
+        dtype = check_dtype(text, self._weights[text].dtype)
         return Factor(text, dtype, rank, scaling, read, lambda: self._finite)
 
     def _absent(self, place: Place) -> bool:
@@ -298,12 +298,13 @@ class _Reader:
         """Raise ValueError unless a saved weight equals that of the model."""
         rows = (linear.in_features, linear.out_features)
         shape = rows if linear.embedding else rows[::-1]
-        if self._weights.shape(text) != shape:
+        stored = self._weights[text]
+        if stored.shape != shape:
             raise ValueError(
-                f"{text}: the adapter was trained with a weight {self._weights.shape(text)}, that "
+                f"{text}: the adapter was trained with a weight {stored.shape}, that "
                 f"of {linear.name} is {shape}; resize the model's vocabulary to that of training"
             )
-        saved = self._weights.tensor(text).cpu()
+        saved = stored.read().cpu()
         if own is None:
             raise ValueError(
                 f"{text}: the weight of {linear.name} is saved beside the factors, and that of the "

@@ -97,7 +97,7 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], list[str]]:
 def _keys(weights: Weights) -> tuple[list[Key], list[str]]:
     """Factors, and the names of all other tensors."""
     keys, others = [], []
-    for text in sorted(weights.keys()):
+    for text in sorted(weights):
         key = parse(text)
         if key is None:
             others.append(text)
@@ -121,7 +121,7 @@ def _form(key: Key, shape: tuple[int, ...]) -> str:
 def _groups(keys: list[Key], weights: Weights, lora: LoraConfig | None) -> Iterator[Group]:
     groups: dict[str, Group] = {}
     for key in keys:
-        shape = weights.shape(key.text)
+        shape = weights[key.text].shape
         name = _NUMBER.sub("N", key.module)
         group = groups.setdefault(name, Group(name, _form(key, shape)))
         group.modules.add(key.module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,17 @@ from moelora.operators.storage import check_held
 from moelora.operators.torch_private import foreach_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Stored(NamedTuple):
+    """A tensor of an adapter's file or state dict, read on access.
+
+    `dtype` is the file's name for a dtype that adapters cannot have.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    read: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)

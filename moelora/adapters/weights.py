@@ -12,37 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
-from moelora.adapters.factors import check_plain, first_not_finite
+from moelora.adapters.factors import Stored, check_plain, first_not_finite
 from moelora.adapters.files import file_in, read_json
-from moelora.adapters.torch_file import TorchFile
+from moelora.adapters.torch_file import read_torch_file
 
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 
-
-class Weights(Protocol):
-    """Tensors by key, read on access.
-
-    `dtype` is the file's name for a dtype that adapters cannot have.
-    """
-
-    def keys(self) -> Sequence[str]: ...
-
-    def shape(self, key: str) -> tuple[int, ...]: ...
-
-    def dtype(self, key: str) -> torch.dtype | str: ...
-
-    def tensor(self, key: str) -> torch.Tensor: ...
+Weights: TypeAlias = Mapping[str, Stored]
 
 
-class State:
+class State(dict[str, Stored]):
     """A state dict. Tensors stay on the GPU if all of them are on the same one."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]):
@@ -50,97 +38,54 @@ class State:
             if not isinstance(key, str):
                 raise ValueError(f"key {key!r:.80} of the state dict is a {type(key).__name__}")
             check_plain(f"{key:.200}", tensor)
-        self._state = state
         devices = {tensor.device for tensor in state.values()}
         self._stays = len(devices) == 1 and devices.pop().type == "cuda"
+        for key, tensor in state.items():
+            own = tensor.detach()
+            read = own.detach if self._stays else own.cpu
+            self[key] = Stored(tuple(own.shape), own.dtype, read)
 
     def check_together(self, keys: Sequence[str]) -> bool:
         """Whether these tensors are on a GPU, and were checked there. ValueError for NaN or Inf."""
         if not self._stays:
             return False
-        found = first_not_finite([self._state[key].detach() for key in keys])
+        found = first_not_finite([self[key].read() for key in keys])
         if found is not None:
             raise ValueError(f"{keys[found]} holds NaN or Inf")
         return True
 
-    def keys(self) -> Sequence[str]:
-        return list(self._state)
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._state[key].shape)
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._state[key].dtype
-
-    def tensor(self, key: str) -> torch.Tensor:
-        tensor = self._state[key].detach()
-        return tensor if self._stays else tensor.cpu()
-
-
-class _Safetensors:
-    """One safetensors file, open until `opened` closes."""
-
-    def __init__(self, path: Path, opened: ExitStack):
-        self._path = path
-        try:
-            from safetensors import safe_open
-        except ModuleNotFoundError:
-            raise ImportError(
-                "reading adapters needs safetensors: pip install safetensors"
-            ) from None
-        with self._named():
-            self._file: Any = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
-
-    def keys(self) -> Sequence[str]:
-        return list(self._file.keys())
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        with self._named():
-            return tuple(self._file.get_slice(key).get_shape())
-
-    def dtype(self, key: str) -> torch.dtype | str:
-        with self._named():
-            name: str = self._file.get_slice(key).get_dtype()
-            return _DTYPES.get(name, name)
-
-    def tensor(self, key: str) -> torch.Tensor:
-        with self._named():
-            tensor: torch.Tensor = self._file.get_tensor(key)
-            return tensor
+def _safetensors(path: Path, opened: ExitStack) -> Weights:
+    """The tensors of one safetensors file, open until `opened` closes."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise ImportError("reading adapters needs safetensors: pip install safetensors") from None
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def named() -> Iterator[None]:
         """Add the file's name to errors."""
-        from safetensors import SafetensorError
-
         try:
             yield
         except SafetensorError as error:
-            raise ValueError(f"{self._path} cannot be read: {error}") from None
+            raise ValueError(f"{path} cannot be read: {error}") from None
 
+    def read(key: str) -> torch.Tensor:
+        with named():
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor
 
-class _Shards:
-    """Several files as one."""
-
-    def __init__(self, files: Mapping[str, Weights]):
-        self._files: dict[str, Weights] = {}
-        for name, file in files.items():
-            for key in file.keys():  # noqa: SIM118, not a dict
-                if key in self._files:
-                    raise ValueError(f"{key:.200} is in {name} and in another shard")
-                self._files[key] = file
-
-    def keys(self) -> Sequence[str]:
-        return list(self._files)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._files[key].shape(key)
-
-    def dtype(self, key: str) -> torch.dtype | str:
-        return self._files[key].dtype(key)
-
-    def tensor(self, key: str) -> torch.Tensor:
-        return self._files[key].tensor(key)
+    with named():
+        file: Any = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+        slices = {key: file.get_slice(key) for key in file.keys()}
+        return {
+            key: Stored(
+                tuple(one.get_shape()),
+                _DTYPES.get(one.get_dtype(), one.get_dtype()),
+                partial(read, key),
+            )
+            for key, one in slices.items()
+        }
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -213,15 +158,14 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     FileNotFoundError, ValueError
         There are none, a file cannot be read, or its content does not match the index.
     """
+    weights: dict[str, Stored] = {}
     with ExitStack() as opened:
-        files = {}
         for path, promised in weight_files(folder).items():
-            files[path.name] = _open(path, opened)
-            missing = sorted(set(promised) - set(files[path.name].keys()))
-            if missing:
+            read = read_torch_file if path.suffix == ".bin" else _safetensors
+            found = read(path, opened)
+            if missing := sorted(set(promised) - found.keys()):
                 raise ValueError(f"{path} has no {missing[0]:.200}, which the index says it has")
-        yield next(iter(files.values())) if len(files) == 1 else _Shards(files)
-
-
-def _open(path: Path, opened: ExitStack) -> Weights:
-    return (TorchFile if path.suffix == ".bin" else _Safetensors)(path, opened)
+            for key in found.keys() & weights.keys():
+                raise ValueError(f"{key:.200} is in {path.name} and in another shard")
+            weights |= found
+        yield weights

@@ -79,7 +79,7 @@ def _say(lines: Iterable[str]) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, Any]]:
     with open_weights(folder) as weights:
-        shapes = {key: weights.shape(key) for key in weights.keys()}
+        shapes = {key: stored.shape for key, stored in weights.items()}
     if not shapes:
         raise ValueError(f"{folder} has no tensors")
     return shapes, read_json(file_in(folder, CONFIG_FILE))

@@ -86,7 +86,7 @@ def _digests(
         for fate in found:
             if fate.what != "used" or fate.why == AGAIN:
                 continue
-            what, first, factor = _factor(weights.tensor(fate.key), fate, model, config, dtype)
+            what, first, factor = _factor(weights[fate.key].read(), fate, model, config, dtype)
             values.append((fate.layer, fingerprint(factor, what, first)))
     return by_layer(values)
 

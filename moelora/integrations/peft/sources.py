@@ -211,7 +211,7 @@ class _File:
 
     def is_trained(self, where: str) -> bool:
         with open_weights(self.folder) as weights:
-            return any(bool(weights.tensor(key).any()) for key in self.keys.get(where, []))
+            return any(bool(weights[key].read().any()) for key in self.keys.get(where, []))
 
 
 def _read(base: PreTrainedModel, source: str) -> _File | None:
@@ -221,7 +221,7 @@ def _read(base: PreTrainedModel, source: str) -> _File | None:
         raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         lora = LoraConfig.parse(raw | ASIDE)
         with open_weights(folder) as weights:
-            keys = list(weights.keys())
+            keys = list(weights)
     except (OSError, ValueError, TypeError):
         return None
     experts = moe_layers(base)
