@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelora.adapters import patterns
-from moelora.adapters.patterns import MAX_DEPTH, MAX_LENGTH, MAX_STEPS, Patterns
+from moelora.adapters.patterns import MAX_LENGTH, Patterns
 
 PATHS = [
     *(
@@ -35,12 +35,27 @@ WRITTEN = [  # as found in configurations and in PEFT's documentation
     r"block_sparse_moe\.experts\.\d+\.w[13]",
     r"(?:layers\.\d{1,2}\.)?mlp.+",
     r"experts\.[^.]+?\.\w+",
+    r"(?!.*experts).*|(\w+\.)*w1",
     "",
 ]
 TOKENS = [
     *("a", "b", "x", "1", "w", "up", "_proj", "experts", "layers", "model", "mlp", ".", r"\."),
     *(r"\d", r"\w", r"\D", r"\S", "[0-9]", "[^.]", "[a-z_]", "[1-3x]", "[^a-]", r"[\d.]", "[w|]"),
     *("(", ")", "|", "(?:", "?", "*", "+", "{2}", "{1,3}", "{,2}", "{2,}", "*?", "^", "$", ".*"),
+    *(
+        r"\b",
+        "(?=",
+        "(?!",
+        "(?<=",
+        r"\2",
+        "(?P<n>",
+        "{}",
+        "{1",
+        "[[a]",
+        "{e<=1}",
+        "[[:alpha:]]",
+        r"\p{L}",
+    ),
 ]
 
 
@@ -75,74 +90,42 @@ def test_drawn_patterns(keys):
 
 
 @pytest.mark.parametrize(
-    ("key", "rest"),
+    "key",
     [
-        ("(a+)+$", "+$"),
-        (r"(.*\.)*x", "*x"),
-        ("(ab){2}", "{2}"),
-        ("(a?)*", "*"),
-        ("a**", "**"),
-        ("a*+", "*+"),
-        ("a{2}{3}", "{2}{3}"),
-        ("(?i)a", "?i)a"),
-        ("(?=a)", "?=a)"),
-        ("(?P<n>a)", "?P<n>a)"),
-        (r"(a)\1", r"\1"),
-        (r"\bx", r"\bx"),
-        ("a\\", "\\"),
-        ("(", "its end"),
-        ("a)", ")"),
-        ("[a", "[a"),
-        ("[]", "[]"),
-        ("[[a]", "[[a]"),
-        ("[a--b]", "[a--b]"),
-        ("x[b-a]", "its end"),
-        ("*a", "*a"),
-        ("^*", "*"),
-        ("a{2,1}", "a{2,1}"),
-        ("a{,}", "{,}"),
-        ("(" * 9 + "a" + ")" * 9, "(a)"),
+        *("a**", "a{2}{3}", "(?i)a", "a\\", "(", "a)", "[a", "[]", "x[b-a]", "*a", "a{2,1}"),
+        *("a{e<=1}", "[[:alpha:]]", r"\p{L}", "(?R)", "(" * 500 + "a" + ")" * 500),
     ],
 )
-def test_what_is_refused_by_name(key, rest):
-    with pytest.raises(ValueError, match="is not understood from character") as error:
+def test_what_is_refused_by_name(key):
+    with pytest.raises(ValueError, match="is no regular expression: .") as error:
         Patterns({"a": 1, key: 2})
-    assert f"key {key!r}" in str(error.value)
-    assert f", {rest!r}"[:-1] in str(error.value)
+    assert f"key {key!r:.80}" in str(error.value)
 
 
 def test_keys_that_are_too_long():
     with pytest.raises(ValueError, match=f"has {MAX_LENGTH + 1} characters"):
         Patterns({"a": 1, "a" * (MAX_LENGTH + 1): 2})
-    assert Patterns({"(" * MAX_DEPTH + "a" + ")" * MAX_DEPTH: 2}).find("x.a", 1) == 2
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        [rf"experts.{n}\d\d" for n in range(1000)],
+        [r"(.|\w)*[#!]"],
+        [r"(?:.{0,60000}){0,60000}\d#?"],
+        [rf"([\w.]+[\w.]+)+\d{n}" for n in range(1000)],
+        [("|" * 1000) + str(n) for n in range(1000)],
         ["." * n for n in range(MAX_LENGTH)],
-        [("|" * 1000) + str(n) for n in range(9)],
-        [rf"[\w.]{{0,900}}{n}x" for n in range(300)],
-        [f".*.*.*.*.*.*.*{n}x" for n in range(300)],
-        ["(" * 8 + f"a|{n}b" + ")?" * 8 + "x" for n in range(300)],
     ],
-    ids=["many", "lengths", "choices", "counted", "repeated", "nested"],
+    ids=["choices", "counted", "many", "long", "lengths"],
 )
 def test_time_is_bounded_for_all_paths_together(monkeypatch, keys):
-    """A few paths take thousands of steps each; so do all that a checkpoint may have, together."""
-    monkeypatch.setattr(patterns, "MAX_STEPS", MAX_STEPS >> 9)
-    some = Patterns({key: n for n, key in enumerate(keys)}, "an_option")
-    with pytest.raises(ValueError, match=r"an_option: trying \d+ keys for \d+ paths takes more"):
-        for n in range(32):
+    """On any machine: so many paths take more than a tenth of a second."""
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    message = r"an_option: trying \d+ keys for \d+ paths takes more than 0.1 seconds"
+    with pytest.raises(ValueError, match=message):
+        some = Patterns({key: n for n, key in enumerate(keys)}, "an_option")
+        for n in range(100_000):
             some.find(f"model.layers.{n}.mlp.experts.{n}.gate_proj", 0)
-
-
-def test_keys_that_would_take_long_to_read():
-    """A regular expression is compiled for each part."""
-    keys = ["".join(f"{chr(0x4E00 + 500 * n + i)}*" for i in range(500)) for n in range(40)]
-    with pytest.raises(ValueError, match="40 keys have more than 16384 parts"):
-        Patterns(dict.fromkeys(keys, 1))
 
 
 def test_the_largest_models_fit():
@@ -154,7 +137,6 @@ def test_the_largest_models_fit():
             path = f"model.layers.{n}.mlp.experts.{e}"
             assert every.find(f"{path}.up_proj", -1) == n
             assert every.find(f"{path}.down_proj", -1) == 48
-    assert every._steps * 24 * 1.5 < MAX_STEPS, "as of all layers, and gate_proj too"
 
 
 def test_a_key_for_every_expert():
@@ -166,7 +148,7 @@ def test_a_key_for_every_expert():
     assert every.find("model.layers.48.mlp.experts.0.up_proj", -1) == -1
 
 
-CATASTROPHES = [r"(\w+\.?)+#", "(a+)+$", r"(.|\w)*#", r"(\w|.|[a-z])*#", ".*.*.*.*.*.*.*.*#"]
+CATASTROPHES = [r"(\w+\.?)+#", "(a+)+$", r"(\w|.|[a-z])*#", ".*.*.*.*.*.*.*.*#"]
 
 
 LOAD_ALL = """
@@ -178,7 +160,7 @@ for folder in sys.argv[1:]:
         peek(folder, layers)
         AdapterPool(layers, 1, 8, dtype=torch.float32).add("a", folder)
     except ValueError as error:
-        assert "is not understood" in str(error), error
+        assert "takes more than 20 seconds" in str(error), error
 """
 
 

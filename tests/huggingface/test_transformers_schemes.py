@@ -344,7 +344,7 @@ def test_patterns_of_settings():
     ):
         found = [scheme.matches(pattern, name) for name in names]
         assert found == [re.match(pattern, name) is not None for name in names], pattern
-    for pattern in (r"([a-z_.\d]+)*!", "(.*)*x", "(", "(?=.*x)"):
+    for pattern in ("(", "a{e<=1}"):
         with pytest.raises(ValueError, match="is no pattern that is read: key"):
             scheme.matches(pattern, names[1])
 

@@ -134,7 +134,7 @@ def test_wheel(wheel):
     assert "[console_scripts]\nmoelora = moelora_cli:main" in plugins
     assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
     needed = [r for r in headers.get_all("Requires-Dist") if "extra ==" not in r]
-    assert needed == ["torch>=2.11", "numpy", "safetensors"]
+    assert needed == ["torch>=2.11", "numpy", "regex", "safetensors"]
 
 
 def clear_repository(monkeypatch, setup_py, root):

@@ -109,7 +109,7 @@ def group_columns(settings: Mapping[str, Any], key: str = "group_size") -> int |
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`re.match` without backtracking, for patterns from untrusted files."""
+    """`re.match` in bounded time, for patterns from untrusted files."""
     try:
         return _pattern(pattern).find(name, False)
     except ValueError as error:
