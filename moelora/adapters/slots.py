@@ -15,10 +15,18 @@ import torch
 
 from moelora.adapters.fits import check_experts, check_linears
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
-from moelora.adapters.linears import LinearFactors, LinearStacks, StagedLinears
+from moelora.adapters.linears import LinearFactors, LinearStacks
 from moelora.adapters.ranks import facts_of
 from moelora.adapters.shards import Shard
-from moelora.adapters.stacks import Conversions, Copies, ExpertStacks, Place, StagedExperts
+from moelora.adapters.stacks import (
+    Conversions,
+    Converted,
+    Copies,
+    ExpertStacks,
+    Factors,
+    Place,
+    padded,
+)
 from moelora.adapters.transfer import Arrival, Streams
 
 PORTION = 32 << 20  # bytes of copies that share an event, and the calls that launch them
@@ -59,17 +67,15 @@ class LayerFactors(TypedDict):
 class Staged:
     """A checked adapter in the dtypes of its stacks; `facts` are what ranks compare of it."""
 
-    experts: StagedExperts
-    linears: StagedLinears
+    factors: Converted
+    rank: int  # of experts' factors, as the rest but facts
+    scaling: float
+    one_a: bool  # of two slices of w13, in all layers
     facts: Mapping[str, object] = field(default_factory=dict)
 
-    def pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        for pairs in self.experts.factors.values():
-            yield from (pair for pair in pairs if pair is not None)
-        yield from self.linears.values()
-
     def nbytes(self) -> int:
-        return sum(t.nbytes for pair in self.pairs() for t in pair)
+        pairs = (pair for pairs in self.factors.values() for pair in pairs)
+        return sum(t.nbytes for pair in pairs if pair is not None for t in pair)
 
     def in_host_memory(self, pinned: bool) -> Staged:
         """A copy that a stream can read; `pinned` if there is a CUDA device to copy to."""
@@ -78,16 +84,11 @@ class Staged:
             host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned)
             return host.copy_(t)
 
-        def both(
-            pair: tuple[torch.Tensor, torch.Tensor] | None,
-        ) -> tuple[torch.Tensor, torch.Tensor] | None:
-            return None if pair is None else (copied(pair[0]), copied(pair[1]))
-
-        factors = {n: [both(p) for p in pairs] for n, pairs in self.experts.factors.items()}
-        return Staged(
-            replace(self.experts, factors=factors),
-            {name: (copied(a), copied(b)) for name, (a, b) in self.linears.items()},
-        )
+        factors: Converted = {
+            name: [pair and (copied(pair[0]), copied(pair[1])) for pair in pairs]
+            for name, pairs in self.factors.items()
+        }
+        return replace(self, factors=factors, facts={})
 
 
 class Slots:
@@ -117,7 +118,7 @@ class Slots:
         self.streams = Streams(devices)
         # Whether copies are launched, and complete later, on all devices.
         self.asynchronous = all(device.type == "cuda" for device in devices)
-        self._places = places
+        self._places, self._most = places, max(map(padded, ranks))
         self._order = sorted(places, key=_depth)
         # Per slot and layer: the rank past which factors are zero. Absent if unknown.
         self._used = [dict.fromkeys(self._order, 0) for _ in range(max_loras)]
@@ -126,7 +127,7 @@ class Slots:
 
     def tensors(self) -> list[torch.Tensor]:
         tables = [t for tables in self.tables.values() for t in tables]
-        return [*self.experts.tensors(), *self.linears.tensors(), *tables]
+        return [*(t for name in self._order for t in self._of(name)), *tables]
 
     def layer(self, name: str) -> LayerFactors:
         """The factors of a layer of experts, all slots."""
@@ -158,10 +159,10 @@ class Slots:
             check_linears(adapter.linears, self._whole[1], self.linears.max_rank)
             facts = facts_of(adapter)
             adapter = self._part(adapter)
-        experts = self.experts.stage(adapter.experts, convert)
-        staged = Staged(experts, self.linears.stage(adapter.linears, convert), facts)
+        factors, rank, scaling, one_a = self.experts.stage(adapter.experts, convert)
+        factors |= self.linears.stage(adapter.linears, convert)
         convert.check()
-        return staged
+        return Staged(factors, rank, scaling, one_a, facts)
 
     def _part(self, adapter: Adapter) -> Adapter:
         """The factors that this process holds."""
@@ -205,9 +206,7 @@ class Slots:
         before, self._used[slot] = self._used[slot], {}
         try:
             for device, tables in self.tables.items():
-                event = self.streams.run(
-                    device, partial(_fill, tables, slot, staged.experts, enabled)
-                )
+                event = self.streams.run(device, partial(_fill, tables, slot, staged, enabled))
                 if event is not None:
                     self._filled[device, slot] = event
             for device, names, copies in self._portions(slot, staged, before, used):
@@ -271,12 +270,19 @@ class Slots:
         `like` has the layers, ranks and scaling of what was written first.
         """
         self.synchronize()
-        factors = {
-            name: self.experts.read(name, slot, pairs)
-            for name, pairs in like.experts.factors.items()
+
+        def cut(a: torch.Tensor, b: torch.Tensor, pair: Factors | None) -> Factors | None:
+            rank = 0 if pair is None else pair[0].size(-2)
+            return pair and (a.narrow(-2, 0, rank), b.narrow(-1, 0, rank))
+
+        factors: Converted = {
+            name: [cut(*w, p) for w, p in zip(self._pairs(name, slot), pairs, strict=True)]
+            for name, pairs in like.factors.items()
         }
-        linears = {name: self.linears.read(name, slot, pair) for name, pair in like.linears.items()}
-        return Staged(replace(like.experts, factors=factors), linears).in_host_memory(pinned)
+        return replace(like, factors=factors).in_host_memory(pinned)
+
+    def _pairs(self, name: str, slot: int) -> list[Factors]:
+        return (self.experts if name in self.experts.layers else self.linears).pairs(name, slot)
 
     def _portions(
         self, slot: int, staged: Staged, before: Mapping[str, int], used: dict[str, int]
@@ -287,14 +293,12 @@ class Slots:
             device = self._places[name].device
             names, copies = begun.setdefault(device, ([], Copies()))
             names.append(name)
-            if name in self.experts.layers:
-                rank = before.get(name, self.experts.max_rank)
-                factors = staged.experts.factors.get(name)
-                used[name] = self.experts.write(name, slot, factors, rank, copies)
-            else:
-                rank = before.get(name, self.linears.max_rank)
-                pair = staged.linears.get(name)
-                used[name] = self.linears.write(name, slot, pair, rank, copies)
+            into, most = self._pairs(name, slot), before.get(name, self._most)
+            pairs = staged.factors.get(name) or [None] * len(into)
+            ranks = [copies.pair(*w, p, most) for w, p in zip(into, pairs, strict=True)]
+            used[name] = max(ranks)
+            if name in self.linears.layers:
+                copies.fill(self.linears.of(name)[2][slot], used[name])
             if copies.nbytes >= PORTION:
                 yield device, *begun.pop(device)
         for device, (names, copies) in begun.items():
@@ -306,7 +310,7 @@ class Slots:
                 torch.cuda.synchronize(device)
 
 
-def _fill(tables: Tables, slot: int, staged: StagedExperts, enabled: bool) -> None:
+def _fill(tables: Tables, slot: int, staged: Staged, enabled: bool) -> None:
     # An assignment to [slot] would be a copy that the host waits for.
     tables.ranks[slot].fill_(staged.rank)
     tables.scalings[slot].fill_(staged.scaling)

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from moelora.adapters.factors import check_rank, first_not_finite, have_one_a
+from moelora.adapters.factors import DTYPES, check_rank, first_not_finite, have_one_a
 from moelora.adapters.fits import check_experts
 from moelora.adapters.layers import AdapterInfo, MoELayer, Pair, Projection
 from moelora.operators.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # A (..., r, in), B (..., out, r)
+# Checked factors of layers in the dtype of their stacks: one pair per stack, None = zero.
+Converted: TypeAlias = dict[str, list[Factors | None]]
 
 
 class Place(NamedTuple):
@@ -87,18 +89,12 @@ class Copies:
         self._ints: list[torch.Tensor] = []
         self._values: list[int] = []
 
-    def pair(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor] | None,
-        used: int,
-    ) -> int:
+    def pair(self, a: torch.Tensor, b: torch.Tensor, factors: Factors | None, used: int) -> int:
         """Copy factors, None = zero, into (..., R, in) and (..., out, R); returns their rank.
 
         `used`: from this rank on a and b are zero already.
         """
-        rank = 0 if factors is None else factors[0].size(-2)
+        rank, used = 0 if factors is None else factors[0].size(-2), min(used, a.size(-2))
         if rank < used:
             self._zero.append(a.narrow(-2, rank, used - rank))
             self._zero.append(b.narrow(-1, rank, used - rank))
@@ -143,16 +139,6 @@ class _Stacks:
         return [*self.w13_lora_a, *self.w13_lora_b, self.w2_lora_a, self.w2_lora_b]
 
 
-@dataclass
-class StagedExperts:
-    """Checked factors in the dtype of the stacks: per layer one (A, B) per stack, None = zero."""
-
-    rank: int
-    scaling: float
-    one_a: bool  # of two slices of w13, in all layers
-    factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]]
-
-
 class ExpertStacks:
     """Stacks of all expert layers of a pool.
 
@@ -180,9 +166,6 @@ class ExpertStacks:
         if name not in self._stacks:
             raise KeyError(f"{name!r} is none of the pool's layers of experts")
         return self._stacks[name]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t for s in self._stacks.values() for t in s.tensors()]
 
     def slices_of(self, layer: MoELayer) -> int:
         return self.slices if layer.gated and not layer.interleaved else 1
@@ -227,14 +210,17 @@ class ExpertStacks:
 
     def stage(
         self, adapter: Mapping[str, Mapping[Projection, Pair]], convert: Conversions
-    ) -> StagedExperts:
-        """Check an adapter's pairs and convert them; ValueError says what does not fit."""
+    ) -> tuple[Converted, int, float, bool]:
+        """Check an adapter's pairs and convert them; ValueError says what does not fit.
+
+        Returns them with their largest rank, their scaling, and whether gate and up have one A.
+        """
         check_experts(adapter, self.layers, self.max_rank)
         scalings = {
             s for pairs in adapter.values() for pair in pairs.values() for s in pair.scalings
         }
         fold = len(scalings) != 1
-        factors: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
+        factors: Converted = {}
         rank, one_a = 0, True
         for name, pairs in adapter.items():
             layer = self.layers[name]
@@ -250,7 +236,7 @@ class ExpertStacks:
                 own = None if factor is None else self._fitted(name, stack, factor, convert)
                 factors[name].append(own)
                 rank = max(rank, 0 if factor is None else factor[0].size(1))
-        return StagedExperts(rank, 1.0 if fold else scalings.pop(), one_a, factors)
+        return factors, rank, 1.0 if fold else scalings.pop(), one_a
 
     def _named(self, layer: MoELayer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, A stack, B stack) of every pair of a layer."""
@@ -266,9 +252,9 @@ class ExpertStacks:
         self,
         layer: str,
         stack: tuple[str, torch.Tensor, torch.Tensor],
-        factor: tuple[torch.Tensor, torch.Tensor],
+        factor: Factors,
         convert: Conversions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Factors:
         """Check a pair against its stacks and convert it to their dtype."""
         projection, *stacks = stack
         converted = []
@@ -281,47 +267,11 @@ class ExpertStacks:
             converted.append(convert.of(where, tensor, into.dtype))
         return converted[0], converted[1]
 
-    def write(
-        self,
-        name: str,
-        slot: int,
-        staged: Sequence[tuple[torch.Tensor, torch.Tensor] | None] | None,
-        used: int,
-        copies: Copies,
-    ) -> int:
-        """Add to `copies` the staged factors of a layer; returns the largest rank of its pairs.
-
-        Pairs without factors become zero. `used`: from this rank on the slot is zero already.
-        """
-        stacks = self._named(self.layers[name])
-        ranks = []
-        for (_, trained_a, trained_b), factors in zip(
-            stacks, staged or [None] * len(stacks), strict=True
-        ):
-            # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
-            a, b = trained_a.detach()[slot], trained_b.detach()[slot]
-            ranks.append(copies.pair(a, b, factors, min(used, a.size(-2))))
-        return max(ranks)
-
-    def read(
-        self,
-        name: str,
-        slot: int,
-        like: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """The factors of a layer in a slot, of the ranks of `like`."""
-        return [
-            pair and cut(a.detach()[slot], b.detach()[slot], pair)
-            for (_, a, b), pair in zip(self._named(self.layers[name]), like, strict=True)
-        ]
-
-
-def cut(
-    a: torch.Tensor, b: torch.Tensor, like: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., R, in) and (..., out, R) without the padding of their rank."""
-    rank = like[0].size(-2)
-    return a.narrow(-2, 0, rank), b.narrow(-1, 0, rank)
+    def pairs(self, name: str, slot: int) -> list[Factors]:
+        """The stacks of a layer in a slot, as `stage` has their factors."""
+        # Not under no_grad(): an interrupt as it begins would leave autograd disabled.
+        named = self._named(self.layers[name])
+        return [(a.detach()[slot], b.detach()[slot]) for _, a, b in named]
 
 
 def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -331,7 +281,7 @@ def _expanded(factor: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return factor.to(into.device, non_blocking=True).expand(into.shape)
 
 
-def _factors(pair: Pair | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _factors(pair: Pair | None) -> Factors | None:
     return None if pair is None else (pair.a, pair.b)
 
 
@@ -345,7 +295,7 @@ def _folded(pair: Pair) -> Pair:
 
 def _w13_slices(
     layer: MoELayer, pairs: Mapping[Projection, Pair], slices: int
-) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+) -> list[Factors | None]:
     """Convert the pairs of gate and up to the layout of the stacks: one pair per slice."""
     if not layer.gated:
         return [_factors(pairs.get("up"))]
@@ -378,9 +328,7 @@ def whole_pairs(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Proje
     return found
 
 
-def _joined(
-    layer: MoELayer, halves: Sequence[tuple[int, Pair]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(layer: MoELayer, halves: Sequence[tuple[int, Pair]]) -> Factors:
     """Join pairs of gate (0) and up (1): A and B have the ranks of both, one after the other, and B
     is zero where the rows of one meet the ranks of the other."""
     experts = max(pair.a.size(0) for _, pair in halves)

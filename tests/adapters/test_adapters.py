@@ -328,7 +328,7 @@ def test_bad_checkpoint_names_the_key_and_changes_nothing(tmp_path, change, mess
         ({"r": "4"}, "rank r is '4'"),
         ({"lora_alpha": math.nan}, "alpha lora_alpha is nan"),
         ({"rank_pattern": {"x": -1}}, "rank x is -1"),
-        ({"rank_pattern": {"(": 1}}, r"rank_pattern: key .\(. is not understood"),
+        ({"rank_pattern": {"(": 1}}, r"rank_pattern: key .\(. is no regular expression"),
         ({"rank_pattern": [1]}, "rank_pattern is a list"),
         ({"target_parameters": "experts.down_proj"}, "wanted a list of names"),
         ({"target_parameters": ["experts.down_proj"]}, "wraps parameter 2"),
