@@ -15,8 +15,7 @@ If this build has no CUDA kernels, or there is no GPU to run them, SGLang is unc
 than `quantized.KINDS` under `triton_v2`; see `reason_against`) run SGLang's own path, and the log
 states each reason once.
 
-`experts_with_lora` is just the layer, for other engines with such buffers; `MoELoRABackend` is the
-interface of SGLang's first design of MoE LoRA, on an `AdapterPool`.
+`experts_with_lora` is just the layer, for other engines with such buffers.
 """
 
 from __future__ import annotations
@@ -37,14 +36,11 @@ from moelora.integrations import (
     switched_off,
 )
 from moelora.integrations.sglang import interface
-from moelora.integrations.sglang.backend import LayerBatchInfo, MoELoRABackend
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
 
 __all__ = [
-    "LayerBatchInfo",
     "LegacyRunner",
-    "MoELoRABackend",
     "MoeLoraRunner",
     "experts_with_lora",
     "reason_against",

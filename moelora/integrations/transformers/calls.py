@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import transformers
 from torch import nn
@@ -33,20 +33,6 @@ if "is_concatenated" not in inspect.signature(use_experts_implementation).parame
         f"moelora.integrations.transformers needs transformers >= 5.7, this is "
         f"{transformers.__version__}"
     )
-
-
-class Serving(Protocol):
-    """Type of `model._moelora` while a model has adapters."""
-
-    def call(
-        self,
-        forward: Callable[..., Any],
-        adapter_names: Sequence[str | None] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs `forward(*args, **kwargs)`, with adapter `adapter_names[i]` for row i of the
-        batch."""
 
 
 def take_adapter_names(model: nn.Module) -> None:
