@@ -1,12 +1,12 @@
 """Slow, obvious versions of every operator: what the fast ones are tested against.
 
-`*_ref` functions loop over routed rows in float64 on the CPU and never round, so their result is
-the mathematical value of the definition, whatever dtype the inputs had. Alignment references work
-on plain Python lists.
+`*_ref` functions work in float64 on the CPU and never round, so their result is the mathematical
+value of the definition, whatever dtype the inputs had. Alignment references work on plain Python
+lists.
 
-`naive_*` functions compute the same values the way a torch user would write them without this
-package: one expert at a time, `index_select`, `mm`, and separate LoRA matrix products, in the dtype
-and on the device of the inputs. Each product is rounded to that dtype; only the sum over `top_k` is
+`naive_*` functions compute the same values in the dtype and on the device of the inputs, the way a
+torch user would write them without this package: one expert at a time, `index_select`, `mm`, and
+separate LoRA matrix products. Each product is rounded to that dtype; only the sum over `top_k` is
 fp32. Their error against `*_ref` says how much accuracy a dtype allows, and their time is a
 baseline.
 
@@ -34,8 +34,13 @@ from moelora.reference.delta import (
     moe_lora_delta_ref,
     run_moe_lora_ref,
 )
-from moelora.reference.layer import activate, fused_experts_lora_ref, fused_moe_lora_gemm_ref
-from moelora.reference.naive import naive_fused_experts_lora, naive_fused_moe_lora_gemm
+from moelora.reference.layer import (
+    activate,
+    fused_experts_lora_ref,
+    fused_moe_lora_gemm_ref,
+    naive_fused_experts_lora,
+    naive_fused_moe_lora_gemm,
+)
 from moelora.reference.routing import Factors, active_adapter, local_expert
 
 __all__ = [

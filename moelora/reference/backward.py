@@ -8,8 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from moelora.reference.layer import fused_experts_lora_ref, fused_moe_lora_gemm_ref
-from moelora.reference.naive import naive_fused_experts_lora, naive_fused_moe_lora_gemm
+from moelora.reference.layer import (
+    fused_experts_lora_ref,
+    fused_moe_lora_gemm_ref,
+    naive_fused_experts_lora,
+    naive_fused_moe_lora_gemm,
+)
 
 # Arguments with gradients.
 TRAINED = (

@@ -1,14 +1,19 @@
-"""A projection and a whole layer, row by row in float64. Autograd records both."""
+"""A projection and a whole layer as loops over experts. Autograd records both.
+
+In float64 on the CPU they are the references; in the dtype and on the device of the input they are
+what a torch user would write.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moelora.operators.experts import ACTIVATIONS
-from moelora.reference.fp8 import numbers_of, rule_of
+from moelora.reference.fp8 import is_w8a8, numbers_of, rule_of
 from moelora.reference.routing import (
     Factors,
     adapter_per_token,
@@ -21,6 +26,8 @@ from moelora.reference.routing import (
 
 if TYPE_CHECKING:
     from moelora.operators.experts import Activation, Weights
+
+Rule: TypeAlias = Callable[[Tensor], Tensor]  # quantization of activations for some weights
 
 OAI = ("swigluoai", "swigluoai_uninterleave")
 ALPHAS = dict.fromkeys(OAI, 1.702) | {"situ": 1.0}
@@ -82,60 +89,111 @@ def activate(
     raise ValueError(f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
-@overload
-def _float64(t: Tensor) -> Tensor: ...
-@overload
-def _float64(t: None) -> None: ...
-def _float64(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.cpu().double()
+def _float64(value: Any) -> Any:
+    """Tensors in float64 on the CPU, also those of a list; integers and all else as they are."""
+    if isinstance(value, list | tuple):
+        return [_float64(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    return value.cpu().double() if value.is_floating_point() else value.cpu()
 
 
-def _project_row(
-    x: Tensor,  # (K,) float64, of adapters
-    base_x: Tensor,  # the same, of w
-    w: Tensor,  # (E, N, K)
-    bias: Tensor | None,  # (E, N)
-    lora_a: list[Tensor],  # per slice (max_loras, E or 1, R, K)
-    lora_b: list[Tensor],  # per slice (max_loras, E or 1, N / slices, R)
-    expert: int,
-    adapter: int,
-    ranks: list[int] | None,
-    scalings: list[float] | None,
-) -> Tensor:
-    """x W^T + s (x A^T) B^T + bias for one row, in float64: (N,)."""
-    y = w[expert] @ base_x
-    if adapter >= 0:
-        scaling = 1.0 if scalings is None else scalings[adapter]
-        first = 0
-        for stack_a, stack_b in zip(lora_a, lora_b, strict=True):
-            a = pair_of(stack_a, adapter, expert)
-            b = pair_of(stack_b, adapter, expert)
-            rank = a.size(0) if ranks is None else min(ranks[adapter], a.size(0))
-            last = first + b.size(0)
-            y[first:last] += scaling * (b[:, :rank] @ (a[:rank] @ x))
-            first = last
-    if bias is not None:
-        y += bias[expert]
-    return y
+def _numbers(weights: Weights) -> Tensor:
+    """In the dtype of their product: float32 if both operands are FP8."""
+    numbers = numbers_of(weights)
+    return numbers.float().to(weights.device) if is_w8a8(weights) else numbers
 
 
-def fused_moe_lora_gemm_ref(
+class _Lora:
+    """The adapters of a call, and its rows by expert."""
+
+    def __init__(
+        self,
+        topk_ids: Tensor,
+        num_experts: int,
+        *factors: Factors,
+        token_lora_mapping: Tensor | None = None,
+        adapter_enabled: Tensor | None = None,
+        lora_ranks: Tensor | None = None,
+        lora_scalings: Tensor | None = None,
+        expert_map: Tensor | None = None,
+    ) -> None:
+        adapters = adapter_per_token(
+            topk_ids.size(0),
+            max_loras_of(*factors),
+            token_lora_mapping,
+            adapter_enabled,
+            lora_ranks,
+        )
+        experts = expert_per_choice(topk_ids, num_experts, expert_map)
+        flat = torch.tensor([e for row in experts for e in row], dtype=torch.int64)
+        found = ((e, (flat == e).nonzero().squeeze(1)) for e in flat.unique().tolist() if e >= 0)
+        self.rows = [(e, rows.to(topk_ids.device)) for e, rows in found]  # flat indices
+        self.adapters = torch.tensor(adapters, dtype=torch.int64, device=topk_ids.device)
+        self.ranks, self.scalings = optional_list(lora_ranks), optional_list(lora_scalings)
+
+    def project(
+        self,
+        x: Tensor,  # (rows, K), rows of one expert
+        rule: Rule,
+        w: Tensor,  # (E, N, K)
+        bias: Tensor | None,  # (E, N)
+        lora_a: Factors,  # per slice (max_loras, E or 1, R, K)
+        lora_b: Factors,  # per slice (max_loras, E or 1, N / slices, R)
+        expert: int,
+        tokens: Tensor,
+    ) -> Tensor:
+        """x W^T + s (x A^T) B^T + bias: (rows, N)."""
+        y = torch.mm(rule(x).to(w.dtype), w[expert].t()).to(x.dtype)
+        if bias is not None:
+            y += bias[expert]
+        adapters = self.adapters[tokens]
+        for adapter in adapters.unique().tolist() if lora_a is not None else []:
+            if adapter < 0:
+                continue
+            rows = (adapters == adapter).nonzero().squeeze(1)
+            own, deltas = x.index_select(0, rows), []
+            for stack_a, stack_b in zip(as_list(lora_a), as_list(lora_b), strict=True):
+                a, b = pair_of(stack_a, adapter, expert), pair_of(stack_b, adapter, expert)
+                rank = a.size(0) if self.ranks is None else min(self.ranks[adapter], a.size(0))
+                delta = torch.mm(torch.mm(own, a[:rank].t()), b[:, :rank].t())
+                scalings = self.scalings
+                deltas.append(delta if scalings is None else delta * scalings[adapter])
+            y.index_add_(0, rows, torch.cat(deltas, dim=1))
+        return y
+
+
+def _gemm(
     x: Tensor,
-    w: Weights,
+    w: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    token_lora_mapping: Tensor | None = None,
+    rule: Rule,
     lora_a: Factors = None,
     lora_b: Factors = None,
-    lora_ranks: Tensor | None = None,
-    lora_scalings: Tensor | None = None,
-    adapter_enabled: Tensor | None = None,
     bias: Tensor | None = None,
-    expert_map: Tensor | None = None,
     mul_routed_weight: bool = False,
+    **tables: Any,
 ) -> Tensor:
-    """One projection of an MoE layer with adapters, row by row in float64.
+    num_tokens, top_k = topk_ids.shape
+    lora = _Lora(topk_ids, w.size(0), lora_a, **tables)
+    sums = torch.promote_types(x.dtype, torch.float32)
+    out = x.new_zeros(num_tokens * top_k, w.size(1))
+    for expert, rows in lora.rows:
+        tokens = rows // top_k
+        x_rows = x.index_select(0, tokens if x.size(0) == num_tokens else rows)
+        y = lora.project(x_rows, rule, w, bias, lora_a, lora_b, expert, tokens)
+        if mul_routed_weight:
+            y = (y.to(sums) * topk_weights.reshape(-1)[rows].unsqueeze(1)).to(y.dtype)
+        out[rows] = y
+    return out.view(num_tokens, top_k, w.size(1))
+
+
+def fused_moe_lora_gemm_ref(
+    x: Tensor, w: Weights, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> Tensor:
+    """One projection of an MoE layer with adapters, in float64.
 
     For routed row (m, j) with local expert e and adapter l of token m::
 
@@ -143,33 +201,63 @@ def fused_moe_lora_gemm_ref(
 
     where x is row m of an (M, K) input or row m * top_k + j of an (M * top_k, K) one.
 
-    Returns (M, top_k, N), float64, on the CPU; rows of skipped experts are zero.
-    """
-    rule, w = rule_of(w, x.dtype), numbers_of(w)
-    num_tokens, top_k = topk_ids.shape
-    experts = expert_per_choice(topk_ids, w.size(0), expert_map)
-    adapters = adapter_per_token(
-        num_tokens, max_loras_of(lora_a), token_lora_mapping, adapter_enabled, lora_ranks
-    )
-    row_per_choice = x.size(0) != num_tokens
-    x, w, bias = _float64(x), _float64(w), _float64(bias)
-    base_x = rule(x)
-    lora_a = [_float64(a) for a in as_list(lora_a)]
-    lora_b = [_float64(b) for b in as_list(lora_b)]
-    ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
-    weights = _float64(topk_weights) if mul_routed_weight else None
+    Parameters
+    ----------
+    x, w, topk_weights, topk_ids, **options
+        Those of `fused_moe_lora_gemm`, but `out`.
 
-    out = torch.zeros(num_tokens, top_k, w.size(1), dtype=torch.float64)
-    for m in range(num_tokens):
-        for j in range(top_k):
-            e = experts[m][j]
-            if e < 0:
-                continue
-            row = m * top_k + j if row_per_choice else m
-            rows = x[row], base_x[row]
-            y = _project_row(*rows, w, bias, lora_a, lora_b, e, adapters[m], ranks, scalings)
-            out[m, j] = y if weights is None else y * weights[m, j]
-    return out
+    Returns
+    -------
+    Tensor, shape (M, top_k, N), float64, on the CPU
+        Rows of skipped experts are zero.
+    """
+    given = _float64([x, numbers_of(w), topk_weights, topk_ids])
+    named = {name: _float64(value) for name, value in options.items()}
+    return _gemm(*given, rule=rule_of(w, x.dtype), **named)
+
+
+def naive_fused_moe_lora_gemm(
+    x: Tensor, w: Weights, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> Tensor:
+    """`fused_moe_lora_gemm_ref` in the dtype and on the device of `x`."""
+    return _gemm(x, _numbers(w), topk_weights, topk_ids, rule=rule_of(w, x.dtype), **options)
+
+
+def _experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    rules: tuple[Rule, Rule],
+    w13_lora_a: Factors = None,
+    w13_lora_b: Factors = None,
+    w2_lora_a: Factors = None,
+    w2_lora_b: Factors = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: Activation = "silu",
+    activation_alpha: float | None = None,
+    activation_limit: float | None = None,
+    apply_router_weight_on_input: bool = False,
+    **tables: Any,
+) -> Tensor:
+    lora = _Lora(topk_ids, w13.size(0), w13_lora_a, w2_lora_a, **tables)
+    sums = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=sums, device=x.device)
+    for expert, rows in lora.rows:
+        tokens = rows // topk_ids.size(1)
+        weights = topk_weights.reshape(-1)[rows].unsqueeze(1)
+        own = x.index_select(0, tokens)
+        if apply_router_weight_on_input:
+            own = (own.to(sums) * weights).to(x.dtype)
+        of13, of2 = (w13, w13_bias, w13_lora_a, w13_lora_b), (w2, w2_bias, w2_lora_a, w2_lora_b)
+        gu = lora.project(own, rules[0], *of13, expert, tokens)
+        h = activate(gu, activation, activation_alpha, activation_limit)
+        z = lora.project(h, rules[1], *of2, expert, tokens).to(sums)
+        out.index_add_(0, tokens, z if apply_router_weight_on_input else z * weights)
+    return out.to(x.dtype)
 
 
 def fused_experts_lora_ref(
@@ -179,24 +267,10 @@ def fused_experts_lora_ref(
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    token_lora_mapping: Tensor | None = None,
-    w13_lora_a: Factors = None,
-    w13_lora_b: Factors = None,
-    w2_lora_a: Factors = None,
-    w2_lora_b: Factors = None,
-    lora_ranks: Tensor | None = None,
-    lora_scalings: Tensor | None = None,
-    adapter_enabled: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    activation: Activation = "silu",
-    activation_alpha: float | None = None,
-    activation_limit: float | None = None,
-    expert_map: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Tensor:
-    """A whole MoE layer with adapters, row by row in float64.
+    """A whole MoE layer with adapters, in float64.
 
     For routed row (m, j) with local expert e and adapter l of token m::
 
@@ -210,39 +284,37 @@ def fused_experts_lora_ref(
     activation makes of those rows; a single slice covers all of them with one A.
     With `apply_router_weight_on_input` (top_k == 1) the weight multiplies x instead of z.
 
-    `dtype` is that to which activations of W8A8 weights are rounded, by default their own.
+    Parameters
+    ----------
+    hidden_states, w13, w2, topk_weights, topk_ids, **options
+        Those of `fused_experts_lora`, but `out`.
+    dtype : torch.dtype, optional
+        That to which activations of W8A8 weights are rounded, by default their own.
 
-    Returns (M, K), float64, on the CPU; skipped experts contribute nothing.
+    Returns
+    -------
+    Tensor, shape (M, K), float64, on the CPU
+        Skipped experts contribute nothing.
     """
     dtype = hidden_states.dtype if dtype is None else dtype
-    rule13, rule2 = rule_of(w13, dtype), rule_of(w2, dtype)
-    w13, w2 = numbers_of(w13), numbers_of(w2)
-    num_tokens, top_k = topk_ids.shape
-    experts = expert_per_choice(topk_ids, w13.size(0), expert_map)
-    adapters = adapter_per_token(
-        num_tokens,
-        max_loras_of(w13_lora_a, w2_lora_a),
-        token_lora_mapping,
-        adapter_enabled,
-        lora_ranks,
-    )
-    x, w13, w2 = _float64(hidden_states), _float64(w13), _float64(w2)
-    w13_bias, w2_bias, weights = _float64(w13_bias), _float64(w2_bias), _float64(topk_weights)
-    a13, b13 = ([_float64(t) for t in as_list(f)] for f in (w13_lora_a, w13_lora_b))
-    a2, b2 = ([_float64(t) for t in as_list(f)] for f in (w2_lora_a, w2_lora_b))
-    ranks, scalings = optional_list(lora_ranks), optional_list(lora_scalings)
+    rules = rule_of(w13, dtype), rule_of(w2, dtype)
+    given = _float64([hidden_states, numbers_of(w13), numbers_of(w2), topk_weights, topk_ids])
+    named = {name: _float64(value) for name, value in options.items()}
+    return _experts(*given, rules=rules, **named)
 
-    out = torch.zeros_like(x)
-    base_x = None if apply_router_weight_on_input else rule13(x)
-    for m in range(num_tokens):
-        for j in range(top_k):
-            e, adapter = experts[m][j], adapters[m]
-            if e < 0:
-                continue
-            row = x[m] * weights[m, j] if apply_router_weight_on_input else x[m]
-            base = rule13(row) if base_x is None else base_x[m]
-            gu = _project_row(row, base, w13, w13_bias, a13, b13, e, adapter, ranks, scalings)
-            h = activate(gu, activation, activation_alpha, activation_limit)
-            z = _project_row(h, rule2(h), w2, w2_bias, a2, b2, e, adapter, ranks, scalings)
-            out[m] += z if apply_router_weight_on_input else weights[m, j] * z
-    return out
+
+def naive_fused_experts_lora(
+    hidden_states: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`fused_experts_lora_ref` in the dtype and on the device of the input.
+
+    The products, the activation and the scaling round to that dtype; the sum over top_k is fp32.
+    """
+    rules = rule_of(w13, hidden_states.dtype), rule_of(w2, hidden_states.dtype)
+    numbers = _numbers(w13), _numbers(w2)
+    return _experts(hidden_states, *numbers, topk_weights, topk_ids, rules=rules, **options)

@@ -1,4 +1,4 @@
-"""The reference itself: closed forms, agreement of two ways to compute, and a rule that can fail.
+"""The reference itself: dense algebra, closed forms, and a rule that can fail.
 
 Independent oracles of the operators are transformers' blocks and PEFT, in tests/huggingface.
 """

@@ -18,7 +18,6 @@ import moelora
 from moelora.reference import (
     fused_experts_lora_backward_ref,
     layer,
-    naive,
     naive_fused_experts_lora_backward,
 )
 from moelora.reference.backward import TRAINED
@@ -120,14 +119,14 @@ def saved_bytes(function) -> dict[int, int]:
 # held against the reference with the decisions of its own pre-activations.
 
 
-def _local_rows(arguments: dict) -> tuple[list[int], list[int]]:
-    """Flat rows with an expert of this rank, as they come, and by expert."""
+def _local_rows(arguments: dict) -> list[int]:
+    """Flat rows with an expert of this rank, in the order of the experts, as references go."""
     experts = expert_per_choice(
         arguments["topk_ids"], numbers_of(arguments["w13"]).size(0), arguments.get("expert_map")
     )
     flat_experts = [e for row in experts for e in row]
     rows = [p for p, e in enumerate(flat_experts) if e >= 0]
-    return rows, sorted(rows, key=lambda p: flat_experts[p])
+    return sorted(rows, key=lambda p: flat_experts[p])
 
 
 def _decided(x: Tensor, own: Tensor, low: float | None, high: float) -> Tensor:
@@ -153,20 +152,19 @@ def reference_gradients(arguments: dict, grad_out: Tensor, gate_up: Tensor | Non
     limit, activation = arguments.get("activation_limit"), arguments.get("activation", "silu")
     if limit is None or gate_up is None or activation == "situ":
         return flat(fused_experts_lora_backward_ref(grad_out, **arguments))
-    rows = iter(_local_rows(arguments)[0])
-    gate_up = gate_up.cpu().double()
+    rows = iter(gate_up.cpu().double()[_local_rows(arguments)])
     gate_limit = _inverse_silu(limit) if activation == "swiglustep" else limit
 
     def with_decisions(x, activation, alpha, limit):
-        own, interleaved = gate_up[next(rows)], activation == "swigluoai"
+        own, interleaved = torch.stack([next(rows) for _ in x]), activation == "swigluoai"
         halves = (
-            (x[0::2], x[1::2], own[0::2], own[1::2])
+            (x[:, 0::2], x[:, 1::2], own[:, 0::2], own[:, 1::2])
             if interleaved
-            else (*x.chunk(2), *own.chunk(2))
+            else (*x.chunk(2, 1), *own.chunk(2, 1))
         )
         gate = _decided(halves[0], halves[2], None, gate_limit)
         up = _decided(halves[1], halves[3], -limit, limit)
-        x = torch.stack((gate, up), dim=1).flatten() if interleaved else torch.cat((gate, up))
+        x = torch.stack((gate, up), 2).flatten(1) if interleaved else torch.cat((gate, up), 1)
         return activate(x, activation, alpha, limit)
 
     with mock.patch.object(layer, "activate", with_decisions):
@@ -181,12 +179,12 @@ def naive_gradients(arguments: dict, grad_out: Tensor) -> tuple[dict, Tensor | N
         found.append(x.detach())
         return activate(x, *options)
 
-    with mock.patch.object(naive, "activate", recorded):
+    with mock.patch.object(layer, "activate", recorded):
         grads = flat(naive_fused_experts_lora_backward(grad_out, **arguments))
     if not found:
         return grads, None
     gate_up = found[0].new_zeros(arguments["topk_ids"].numel(), found[0].size(1))
-    gate_up[_local_rows(arguments)[1]] = torch.cat(found)
+    gate_up[_local_rows(arguments)] = torch.cat(found)
     return grads, gate_up
 
 
