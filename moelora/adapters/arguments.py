@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from moelora.adapters.factors import DTYPES
 from moelora.adapters.layers import LinearLayer, MoELayer
-from moelora.adapters.stacks import Place, places_of
+from moelora.adapters.stacks import Place
 from moelora.operators.checks import check_count, check_mapping
 from moelora.operators.storage import check_held
 
@@ -51,12 +52,17 @@ def places(
     """Device and dtype of each layer; `others` is the argument `places` of the pool."""
     others = {} if others is None else others
     check_mapping("places", others)
-    own = {}
+    found = dict.fromkeys(names, Place(device, dtype))
     for name, place in others.items():
         if not isinstance(place, tuple | list) or len(place) != 2:
             raise ValueError(f"places[{name!r}] is {place!r}, wanted (device, dtype)")
-        own[name] = device_of(f"places[{name!r}]", place[0]), place[1]
-    return places_of(names, Place(device, dtype), own)
+        if name not in found:
+            raise ValueError(f"places names {name}, which is none of the layers")
+        found[name] = Place(device_of(f"places[{name!r}]", place[0]), place[1])
+    for of in (dtype, *(place.dtype for place in found.values())):
+        if of not in DTYPES:
+            raise ValueError(f"dtype is {of}, wanted one of {DTYPES}")
+    return found
 
 
 def check_function(argument: str, given: object) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from moelora.adapters.factors import DTYPES, check_rank, first_not_finite, have_one_a
+from moelora.adapters.factors import check_rank, first_not_finite, have_one_a
 from moelora.adapters.fits import check_experts
 from moelora.adapters.layers import AdapterInfo, MoELayer, Pair, Projection
 from moelora.operators.torch_private import foreach_add_, foreach_copy_, foreach_zero_
@@ -31,23 +31,6 @@ class Place(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-
-
-def places_of(
-    names: Sequence[str],
-    common: Place,
-    others: Mapping[str, tuple[torch.device | str, torch.dtype]],
-) -> dict[str, Place]:
-    """The place of each layer: `common`, or its own. ValueError for a name or dtype."""
-    places = dict.fromkeys(names, common)
-    for name, (where, stored) in others.items():
-        if name not in places:
-            raise ValueError(f"places names {name}, which is none of the layers")
-        places[name] = Place(torch.device(where), stored)
-    for dtype in (common.dtype, *(place.dtype for place in places.values())):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype}, wanted one of {DTYPES}")
-    return places
 
 
 def padded(rank: int) -> int:

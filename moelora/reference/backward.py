@@ -57,38 +57,31 @@ def _gradients(
     }
 
 
-def _with_rounded(
-    function: Callable[..., Tensor], names: tuple[str, ...], dtype: torch.dtype
-) -> Callable[..., Tensor]:
-    """A function whose arguments of these names are first rounded to `dtype`."""
+def _naive(
+    function: Callable[..., Tensor],
+    grad_out: Tensor,
+    arguments: dict[str, Any],
+    factors: tuple[str, ...],
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+) -> GradientsByName:
+    """In the form of the arguments; float32 `factors` beside activations of 16 bits are rounded to
+    `dtype` on their way in, and have gradients in float32."""
 
     def rounded(**given: Any) -> Tensor:
-        for name in names:
+        for name in factors:
             value = given.get(name)
-            if isinstance(value, list):
-                given[name] = [v.to(dtype) for v in value]
-            elif value is not None:
-                given[name] = value.to(dtype)
+            if value is not None:
+                is_list = isinstance(value, list)
+                given[name] = [v.to(dtype) for v in value] if is_list else value.to(dtype)
         return function(**given)
 
-    return rounded
+    return _gradients(rounded, grad_out, arguments, lambda t: t, names)
 
 
 def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """Gradients of `fused_experts_lora_ref` in float64, on the CPU.
-
-    Parameters
-    ----------
-    grad_out : Tensor, shape (M, K)
-        Gradient of the result.
-    **arguments
-        Those of `fused_experts_lora_ref`.
-
-    Returns
-    -------
-    dict
-        By the name of each argument of `TRAINED` that is given.
-    """
+    """Gradients of `fused_experts_lora_ref`, whose arguments these are, for `grad_out` (M, K): in
+    float64 on the CPU, by the name of each of `TRAINED` that is given."""
 
     def layer(**given: Any) -> Tensor:
         # With W8A8 weights, activations are first rounded to the compute dtype, which this
@@ -99,45 +92,19 @@ def fused_experts_lora_backward_ref(grad_out: Tensor, **arguments: Any) -> Gradi
 
 
 def naive_fused_experts_lora_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """Gradients of `naive_fused_experts_lora`, in the dtype and on the device of the input.
-
-    Float32 factors beside 16-bit activations are rounded on their way in, and have gradients in
-    float32.
-    """
-    layer = _with_rounded(naive_fused_experts_lora, TRAINED[2:6], arguments["hidden_states"].dtype)
-    return _gradients(layer, grad_out, arguments, lambda t: t)
+    """Gradients of `naive_fused_experts_lora`, in the dtype and on the device of the input."""
+    dtype, factors = arguments["hidden_states"].dtype, TRAINED[2:6]
+    return _naive(naive_fused_experts_lora, grad_out, arguments, factors, dtype, TRAINED)
 
 
 def fused_moe_lora_gemm_backward_ref(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """Gradients of `fused_moe_lora_gemm_ref` in float64, on the CPU.
-
-    Parameters
-    ----------
-    grad_out : Tensor, shape (M, top_k, N)
-        Gradient of the result.
-    **arguments
-        Those of `fused_moe_lora_gemm_ref`.
-
-    Returns
-    -------
-    dict
-        By the name of each of x, topk_weights, lora_a, lora_b and bias that is given.
-    """
-    return _gradients(
-        fused_moe_lora_gemm_ref,
-        grad_out,
-        arguments,
-        lambda t: t.cpu().double(),
-        TRAINED_OF_PROJECTION,
-    )
+    """Gradients of `fused_moe_lora_gemm_ref`, whose arguments these are, for `grad_out` (M, top_k,
+    N): in float64 on the CPU, by the name of each of `TRAINED_OF_PROJECTION` that is given."""
+    names, convert = TRAINED_OF_PROJECTION, lambda t: t.cpu().double()
+    return _gradients(fused_moe_lora_gemm_ref, grad_out, arguments, convert, names)
 
 
 def naive_fused_moe_lora_gemm_backward(grad_out: Tensor, **arguments: Any) -> GradientsByName:
-    """Gradients of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input.
-
-    Float32 factors are as of `naive_fused_experts_lora_backward`.
-    """
-    projection = _with_rounded(
-        naive_fused_moe_lora_gemm, ("lora_a", "lora_b"), arguments["x"].dtype
-    )
-    return _gradients(projection, grad_out, arguments, lambda t: t, TRAINED_OF_PROJECTION)
+    """Gradients of `naive_fused_moe_lora_gemm`, in the dtype and on the device of the input."""
+    names, dtype = TRAINED_OF_PROJECTION, arguments["x"].dtype
+    return _naive(naive_fused_moe_lora_gemm, grad_out, arguments, names[2:4], dtype, names)
