@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from moelora.adapters import checkpoint
-from moelora.adapters.folders import replacing
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import FILES, peft_tensors, per_expert_tensors, write
+from moelora.adapters.write import peft_tensors, per_expert_tensors
 from moelora.operators.checks import check_count
 from moelora.training.multi import FACTORS, MultiLoraExperts
+from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
-from moelora.training.tenants.files import STATE_FILES, write_state
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.trained import Trained, like
 
@@ -187,10 +186,7 @@ class LoraSlot(Trained):
         held = self.read(optimizer)
         if hasattr(self.parameters()[0], "placements") and torch.distributed.get_rank() > 0:
             return
-        with replacing(folder, (*FILES, *STATE_FILES)) as new:
-            write(held.adapter, new, self.layers, {}, base_model=base)
-            if held.state is not None:
-                write_state(new, held.state)
+        files.save(folder, held.adapter, held.state, self.layers, {}, base)
 
     def tensors(
         self, *, per_expert: bool = False, host: bool = True

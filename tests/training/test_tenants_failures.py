@@ -8,7 +8,7 @@ import torch
 from tenant_house import FLOAT32, PLACES, House, alone, calls_in_backward, same
 
 import moelora
-from moelora.training import Tenants
+from moelora.training import Tenant, Tenants
 from moelora.training.tenants.factors import Factor
 
 
@@ -36,7 +36,7 @@ def test_an_interrupted_step_can_be_repeated(place, where, monkeypatch):
         "gradients": (Factor, "gradient", 3),
         "optimizer": (optimizer, "step", 0),
         "publish": (Factor, "publish", 2),
-        "finish": (Tenants, "_finish", 0),
+        "finish": (Tenant, "settle", 1),
     }[where]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(of, name, once(getattr(of, name), call, KeyboardInterrupt()))

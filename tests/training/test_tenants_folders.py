@@ -14,7 +14,7 @@ from moelora.adapters import folders, write
 from moelora.operators.sparse import sparse_tensor
 from moelora.training import Tenants
 from moelora.training.tenants import files as tenant_files
-from moelora.training.tenants import tenants as module
+from moelora.training.tenants import tenant as module
 from moelora.training.tenants.files import STATE_FILES, read_state, write_state
 
 EVERY = extent(nightly=5, ci=97)  # instructions of a save between two interrupts

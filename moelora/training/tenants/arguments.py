@@ -1,10 +1,36 @@
-"""Checks of the arguments of `Tenants.add`, before the pool is touched."""
+"""Checks of the arguments of `Tenants` and of `Tenants.add`, before the pool is touched."""
 
 from __future__ import annotations
 
-from moelora.operators.checks import check_count, check_number
+from typing import Any
+
+from torch import Tensor
+
+from moelora.adapters.pool import AdapterPool
+from moelora.operators.checks import check_count, check_flag, check_number
 
 LARGEST_COUNT = 2**53  # of batches or updates, which optimizers and losses have as floats
+
+
+def check_pool(pool: object) -> None:
+    """ValueError or NotImplementedError for a pool whose adapters `Tenants` does not train."""
+    if not isinstance(pool, AdapterPool):
+        raise ValueError(f"pool is a {type(pool).__name__}, wanted an AdapterPool")
+    if pool.shared_outer:
+        raise ValueError("the pool has shared_outer=True: factors that experts share are tied")
+    for name in pool.layers:
+        if not isinstance(pool.layer(name)["w13_lora_a"], Tensor):
+            raise ValueError(
+                f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
+                "pass w13_slices=1 to AdapterPool or load_adapters"
+            )
+    if pool.is_split:
+        raise NotImplementedError(
+            f"the pool is of a model that processes share by tensors, by experts or by FSDP, such "
+            f"as {next(iter(pool.layers or pool.linears))}: Tenants does not train such a model; "
+            "train with PEFT and moelora.integrations.peft.attach, or load the whole model in each "
+            "process and pass group="
+        )
 
 
 def check_arguments(
@@ -15,13 +41,12 @@ def check_arguments(
     lr: object,
     weight_decay: object,
     optimizer: object,
-    sparse: object,
+    sparse: Any,
     accumulation: object,
     max_norm: object,
 ) -> None:
     """ValueError for what is wrong whatever the pool is; it names the argument."""
-    if not isinstance(sparse, bool):
-        raise ValueError(f"sparse is {sparse!r}, wanted True or False")
+    check_flag("sparse", sparse)
     check_count("rank", rank)
     if accumulation is not None:
         check_accumulation(accumulation)

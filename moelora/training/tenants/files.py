@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.files import file_in, read_json, write_tensors
+from moelora.adapters.folders import replacing
+from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
+from moelora.adapters.write import FILES, write
 from moelora.operators.torch_private import sparse_parts
 
 STATE_FILE = "training.json"
@@ -28,6 +31,21 @@ TENSORS_FILE = "training.safetensors"
 STATE_FILES = (STATE_FILE, TENSORS_FILE)
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def save(
+    folder: str | Path,
+    adapter: Adapter,
+    state: Mapping[str, Any] | None,
+    layers: Mapping[str, MoELayer],
+    linears: Mapping[str, LinearLayer],
+    base_model: str | None,
+) -> None:
+    """Write a PEFT folder and, unless it is None, the training state, in place of an older one."""
+    with replacing(folder, (*FILES, *STATE_FILES)) as new:
+        write(adapter, new, layers, linears, base_model=base_model)
+        if state is not None:
+            write_state(new, state)
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

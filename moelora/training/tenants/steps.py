@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FrameType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -51,6 +53,17 @@ def check_weights(weights: Mapping[str, float], losses: Mapping[str, Loss]) -> N
         if name not in losses:
             raise ValueError(f"weights names {name!r}, which has no loss; there are {list(losses)}")
         check_number(f"the weight of {name!r}", weight, positive=True)
+
+
+def is_within(code: CodeType, instance: object) -> bool:
+    """Whether this thread runs a method of an instance; the stack tells, right after any interrupt,
+    too."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals["self"] is instance:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def numbers(scalars: Iterable[Tensor]) -> list[float]:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import SparseAdam
 
+from moelora.adapters.folders import reading
 from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
+from moelora.adapters.stacks import whole_pairs
 from moelora.operators.checks import check_count, check_number
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
@@ -22,6 +24,7 @@ from moelora.training.tenants import files
 from moelora.training.tenants.arguments import check_accumulation
 from moelora.training.tenants.factors import Factor
 from moelora.training.tenants.files import STATE_FILE
+from moelora.training.tenants.resumed import check_resumed, of_tenant
 from moelora.training.tenants.rows import Rows
 from moelora.training.tenants.trained import FORMAT, Place, Trained
 
@@ -353,6 +356,32 @@ class Tenant(Trained):
         counts = saved["pending"], saved["updates"]
         self.become(Progress(self.current.values, held, *counts))
         self.accumulation, self.max_norm = saved["accumulation"], saved["max_norm"]
+
+
+def read_adapter(
+    pool: AdapterPool,
+    name: str,
+    source: str | Path | Mapping[str, Tensor],
+    resume: bool,
+    options: Mapping[str, Any],
+) -> tuple[Adapter, dict[str, Any] | None]:
+    """An adapter of a checkpoint in whole pairs and, with `resume`, the state that `Tenants.save`
+    wrote beside it, checked; `options` are those of `AdapterPool.read`."""
+
+    def read(source: Any) -> tuple[Adapter, dict[str, Any] | None]:
+        with of_tenant(name):
+            saved = read_state(source) if resume else None
+        return pool.read(name, source, **options), saved
+
+    folder = Path(source) if isinstance(source, (str, Path)) else None
+    adapter, saved = read(source) if folder is None else reading(folder, read)
+    experts = {n: whole_pairs(pool.layers[n], pairs) for n, pairs in adapter.experts.items()}
+    adapter = Adapter(experts, adapter.linears)
+    if saved is not None:
+        with of_tenant(name):
+            check_state(saved, pool, adapter)
+            check_resumed(saved)
+    return adapter, saved
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -7,12 +7,10 @@ by tenant: an optimizer of the tenant's slot, the norm of its gradients, its acc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -21,28 +19,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moelora.adapters.columns import Layout
-from moelora.adapters.folders import reading, replacing
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
-from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import FILES, write
 from moelora.operators.sparse import set_sparse, warn_silently
-from moelora.training.tenants.arguments import check_arguments
-from moelora.training.tenants.files import STATE_FILES, write_state
+from moelora.training.tenants.arguments import check_arguments, check_pool
+from moelora.training.tenants.files import save
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
 from moelora.training.tenants.replicas import Replicas, content, shapes
-from moelora.training.tenants.resumed import check_adam, check_resumed, of_tenant
-from moelora.training.tenants.steps import Loss, Step
-from moelora.training.tenants.tenant import (
-    Tenant,
-    check_state,
-    read_state,
-    stacks_of,
-)
+from moelora.training.tenants.resumed import check_adam, of_tenant
+from moelora.training.tenants.steps import Loss, Step, is_within
+from moelora.training.tenants.tenant import Tenant, read_adapter, stacks_of
 from moelora.training.tenants.updates import step
-
-__all__ = ["Step", "Tenant", "Tenants"]
 
 # Those that are not closed, by the id of their pool: gradients are beside the pool's factors.
 _TRAINED: WeakValueDictionary[int, Tenants] = WeakValueDictionary()
@@ -120,23 +108,7 @@ class Tenants:
             raise
 
     def _open(self, pool: AdapterPool) -> None:
-        if not isinstance(pool, AdapterPool):
-            raise ValueError(f"pool is a {type(pool).__name__}, wanted an AdapterPool")
-        if pool.shared_outer:
-            raise ValueError("the pool has shared_outer=True: factors that experts share are tied")
-        for name in pool.layers:
-            if not isinstance(pool.layer(name)["w13_lora_a"], Tensor):
-                raise ValueError(
-                    f"the pool has two slices of w13 of {name}, wanted one, as in PEFT's folders: "
-                    "pass w13_slices=1 to AdapterPool or load_adapters"
-                )
-        if pool.is_split:
-            raise NotImplementedError(
-                f"the pool is of a model that processes share by tensors, by experts or by FSDP, "
-                f"such as {next(iter(pool.layers or pool.linears))}: Tenants does not train such a "
-                "model; train with PEFT and moelora.integrations.peft.attach, or load the whole "
-                "model in each process and pass group="
-            )
+        check_pool(pool)
         if id(pool) in _TRAINED:
             raise ValueError("the pool has other Tenants already: use those, or close them before")
         _TRAINED[id(pool)] = self
@@ -243,30 +215,17 @@ class Tenants:
             if resume and not isinstance(source, (str, Path)):
                 raise ValueError("resume=True needs the folder that save wrote")
 
-        def read(source: Any) -> tuple[dict[str, Any] | None, Adapter]:
-            with of_tenant(name):
-                saved = read_state(source) if resume else None
-            return saved, self.pool.read(name, source, config=config, layout=layout)
-
         def begin(draws: torch.Generator | None) -> Tenant:
             saved = None
             if source is None:
                 adapter = new_adapter(self.pool, rank, alpha, targets, draws)
             else:
-                if isinstance(source, (str, Path)):
-                    saved, adapter = reading(Path(source), read)
-                else:
-                    saved, adapter = read(source)
-                layers = self.pool.layers
-                experts = {n: whole_pairs(layers[n], pairs) for n, pairs in adapter.experts.items()}
-                adapter = Adapter(experts, adapter.linears)
+                options = {"config": config, "layout": layout}
+                adapter, saved = read_adapter(self.pool, name, source, resume, options)
             make = partial(make_optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay)
-            if saved is not None:
+            if saved is not None and optimizer is None:
                 with of_tenant(name):
-                    check_state(saved, self.pool, adapter)
-                    check_resumed(saved)
-                    if optimizer is None:
-                        check_adam(saved, make([torch.zeros(0, device="cpu")], None))
+                    check_adam(saved, make([torch.zeros(0, device="cpu")], None))
             with self._lock:
                 self._recover()
                 self._check_open(name)
@@ -294,9 +253,9 @@ class Tenants:
         if self._replicas is None:
             check()
             return begin(generator)
-        facts: dict[str, object] = {"source": "absent" if source is None else "a checkpoint"}
+        facts: dict[str, object] = {"source": "a checkpoint"}
         if source is None:
-            facts |= {"rank": rank, "alpha": alpha, "targets": targets}
+            facts = {"source": "absent", "rank": rank, "alpha": alpha, "targets": targets}
         with self._lock:
             before = self._tenants.get(name)
             try:
@@ -313,27 +272,28 @@ class Tenants:
             raise RuntimeError(f"tenant {name!r} cannot be added: these Tenants are closed")
 
     def _check_outside(self, method: str) -> None:
-        """RuntimeError within a step of this thread.
-
-        The stack tells, as it is right after any interrupt.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is Tenants._step.__code__ and frame.f_locals["self"] is self:
-                raise RuntimeError(
-                    f"{method} is called by a loss or an optimizer within a step of the same "
-                    "Tenants: call it before the step or after it"
-                )
-            frame = frame.f_back
+        """RuntimeError within a step of this thread."""
+        if is_within(Tenants._step.__code__, self):
+            raise RuntimeError(
+                f"{method} is called by a loss or an optimizer within a step of the same Tenants: "
+                "call it before the step or after it"
+            )
 
     def _recover(self) -> None:
         """Finish what an interrupted call has left: drop an update that is not current, write one
-        that is. An interrupt may end this, too; the next call then does it again."""
+        that is, drop the gradients of tenants that were stopped, and disable them. An interrupt may
+        end this, too; the next call then does it again."""
         if not self._unsettled:
             return
         for tenant in self._tenants.values():
             tenant.settle()
-        self._finish([tenant for tenant in self._tenants.values() if tenant.stopped is not None])
+        for tenant in self._tenants.values():
+            if tenant.stopped is not None:
+                tenant.drop()
+                # Only after the step, of which a graph has saved the table of enabled adapters.
+                if not tenant.ended:
+                    tenant.disable()
+                tenant.ended = True
         for stack in self._stacks:
             stack.grad = None
         self._unsettled = False
@@ -472,15 +432,6 @@ class Tenants:
     def _step(self, losses: Mapping[str, Loss], weights: Mapping[str, float]) -> dict[str, Step]:
         return step(self.pool, self._stacks, self._tenants, losses, weights, self._replicas)
 
-    def _finish(self, stopped: Sequence[Tenant]) -> None:
-        """Drop the gradients of tenants that were stopped, and disable them."""
-        for tenant in stopped:
-            tenant.drop()
-            # Only after the step, of which a graph has saved the table of enabled adapters.
-            if not tenant.ended:
-                tenant.disable()
-            tenant.ended = True
-
     # -- folders --
 
     def save(
@@ -532,23 +483,19 @@ class Tenants:
             tenant = self[name]
             return tenant.adapter(), tenant.state() if optimizer else None
 
-        def write_folder(adapter: Adapter, state: dict[str, Any] | None) -> None:
-            with replacing(folder, (*FILES, *STATE_FILES)) as new:
-                write(adapter, new, self.pool.layers, self.pool.linears, base_model=base_model)
-                if state is not None:
-                    write_state(new, state)
+        def write(adapter: Adapter, state: dict[str, Any] | None) -> None:
+            layers, linears = self.pool.layers, self.pool.linears
+            save(folder, adapter, state, layers, linears, base_model)
 
         if self._replicas is None:
             with self._lock:
                 found = read()
-            write_folder(*found)
+            write(*found)
             return
         call, is_first = f"save of tenant {name!r}", self._replicas.is_first
         with self._lock:
             found = self._replicas.together(call, read, lambda both: content(self[name], *both))
-            self._replicas.together(
-                call, lambda: write_folder(*found) if is_first else None, lambda _: {}
-            )
+            self._replicas.together(call, lambda: write(*found) if is_first else None, lambda _: {})
 
 
 def _freeze(stacks: Sequence[Tensor]) -> None:
