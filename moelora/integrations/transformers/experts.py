@@ -68,8 +68,13 @@ def experts_forward(
 
 def weights_of(experts: Experts) -> tuple[ops.Weights, ops.Weights]:
     """w13 (E, 2I, K) and w2 (E, K, I), whose memory is that of the module."""
-    transposed = experts.is_transposed and not is_quantized(experts)
-    return _rows_first(experts) if transposed else expert_weights(experts)
+    if not experts.is_transposed or is_quantized(experts):
+        return expert_weights(experts)
+    lay_out(experts)
+    # Weights computed per call (PEFT's parametrizations) are no parameters, and are copied.
+    weights = getattr(experts, up_name(experts)), experts.down_proj
+    up, down = (w.transpose(1, 2).contiguous() for w in weights)
+    return up, down
 
 
 def biases_of(
@@ -205,23 +210,12 @@ def _candidates(
 _laying = threading.Lock()
 
 
-def _rows_first(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views w13 (E, 2I, K) and w2 (E, K, I) of weights that a module stores as (E, in, out).
+def lay_out(experts: Experts) -> None:
+    """Rearranges weights that a module stores as (E, in, out).
 
     Kernels need contiguous rows of `in` elements. So each parameter's memory is rearranged once to
     (E, out, in), and `parameter.data` becomes a transposed view of it. Parameter, shape and values
     stay the same, only strides change; there is no second copy that could become stale.
-    """
-    if torch.compiler.is_compiling():
-        lay_out(experts)
-        return _views(experts)
-    with _laying:  # no other thread reads a parameter while it is rearranged
-        _lay_out(experts)
-        return _views(experts)
-
-
-def lay_out(experts: Experts) -> None:
-    """Rearranges the weights as `_rows_first` needs them.
 
     Compilers guard on the strides that they meet first: call this before a traced function reads
     the weights in any other way. Not when adapters are attached: FSDP2 takes only contiguous
@@ -234,13 +228,6 @@ def lay_out(experts: Experts) -> None:
         return
     with _laying:
         _lay_out(experts)
-
-
-def _views(experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    # Weights computed per call (PEFT's parametrizations) are no parameters, and are copied.
-    weights = getattr(experts, up_name(experts)), experts.down_proj
-    up, down = (w.transpose(1, 2).contiguous() for w in weights)
-    return up, down
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
