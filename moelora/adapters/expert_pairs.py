@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 
 from moelora.adapters.columns import Layout
 from moelora.adapters.config import LoraConfig
-from moelora.adapters.factors import Factor, common_dtype, partner
+from moelora.adapters.factors import Factor, Sides, common_dtype
 from moelora.adapters.layers import MoELayer, Pair, Projection
 from moelora.adapters.places import ExpertPlace
-
-
-@dataclass
-class _Sides:
-    """Factors found for one projection, by expert; None: all experts at once."""
-
-    layer: MoELayer
-    a: dict[int | None, Factor] = field(default_factory=dict)
-    b: dict[int | None, Factor] = field(default_factory=dict)
 
 
 def shapes(place: ExpertPlace, rank: int, exchanged: bool) -> list[tuple[int | None, ...]]:
@@ -88,23 +78,17 @@ class ExpertPairs:
     """Collects factors and joins them."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, Projection], _Sides] = {}
+        self._found: dict[tuple[str, Projection], tuple[MoELayer, Sides]] = {}
 
     def add(self, place: ExpertPlace, factor: Factor, exchanged: bool) -> None:
         index = (place.layer.name, place.projection)
-        sides = self._found.setdefault(index, _Sides(place.layer))
+        _, sides = self._found.setdefault(index, (place.layer, Sides()))
         turned = place.parameter is not None and exchanged
-        side = sides.a if (place.key.side == "A") != turned else sides.b
-        taken = side.get(place.expert)
-        if taken is None and (place.expert is None) != (None in side) and side:
-            taken = next(iter(side.values()))
-        if taken is not None:
-            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
-        side[place.expert] = factor
+        sides.add("A" if (place.key.side == "A") != turned else "B", place.expert, factor)
 
     def check(self) -> None:
         """Raise ValueError unless all factors have their partners and do not overlap."""
-        for (name, projection), sides in self._found.items():
+        for (name, projection), (_, sides) in self._found.items():
             _check(sides)
             others = {(name, "gate"), (name, "up")} & self._found.keys()
             if projection == "gate_up" and others:
@@ -116,42 +100,33 @@ class ExpertPairs:
     def ranks(self) -> dict[str, dict[Projection, int]]:
         """The rank of each pair, by layer and projection."""
         ranks: dict[str, dict[Projection, int]] = {}
-        for (name, projection), sides in self._found.items():
+        for (name, projection), (_, sides) in self._found.items():
             ranks.setdefault(name, {})[projection] = max(f.rank for f in sides.a.values())
         return ranks
 
     def join(self) -> dict[str, dict[Projection, Pair]]:
         """Read the factors: pairs by layer and projection."""
         pairs: dict[str, dict[Projection, Pair]] = {}
-        for (name, projection), sides in self._found.items():
-            pairs.setdefault(name, {})[projection] = _pair(sides)
+        for (name, projection), (layer, sides) in self._found.items():
+            pairs.setdefault(name, {})[projection] = _pair(layer, sides)
         return pairs
 
 
-def _check(sides: _Sides) -> None:
+def _check(sides: Sides) -> None:
     """Raise ValueError unless both factors of every pair exist, with the same rank."""
+    sides.check(shared=True)
     a, b = sides.a, sides.b
-    for here, there in ((a, b), (b, a)):
-        for expert, factor in here.items():
-            if expert in there or (there and (expert is None or None in there)):
-                continue
-            raise ValueError(f"{factor.key} has no {partner(factor.key)}")
-    for expert in _experts(sides) or (None,):
+    for expert in sides.parts() or (None,):
         left, right = a.get(expert) or a[None], b.get(expert) or b[None]
         if left.rank != right.rank:
             raise ValueError(f"{left.key} has rank {left.rank}, {right.key} has rank {right.rank}")
 
 
-def _experts(sides: _Sides) -> list[int]:
-    """Experts with a factor of their own."""
-    return sorted(e for e in {*sides.a, *sides.b} if e is not None)
-
-
-def _pair(sides: _Sides) -> Pair:
+def _pair(layer: MoELayer, sides: Sides) -> Pair:
     """Join the factors of one projection; experts without factors become zero."""
-    a, b, experts = sides.a, sides.b, _experts(sides)
+    a, b, experts = sides.a, sides.b, sides.parts()
     if experts:
-        scalings = [0.0] * sides.layer.num_experts
+        scalings = [0.0] * layer.num_experts
         for expert in experts:
             # A shared side has no expert in its path; the other side determines it.
             scalings[expert] = (a.get(expert) or b[expert]).scaling
@@ -162,7 +137,7 @@ def _pair(sides: _Sides) -> Pair:
         scalings = [a[None].scaling]
     every = [*a.values(), *b.values()]
     rank, dtype = max(f.rank for f in every), common_dtype(every)
-    number = sides.layer.num_experts
+    number = layer.num_experts
     return Pair(_stack(a, number, 1, rank, dtype), _stack(b, number, 2, rank, dtype), scalings)
 
 

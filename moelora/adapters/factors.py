@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -50,6 +50,36 @@ class Factor:
         if not self.finite() and not torch.isfinite(tensor).all():
             raise ValueError(f"{self.key} holds NaN or Inf")
         return tensor
+
+
+class Sides:
+    """Factors found of one layer or projection, by part: an expert, or a layer that was joined to
+    others; None: all parts at once."""
+
+    def __init__(self) -> None:
+        self.a: dict[int | None, Factor] = {}
+        self.b: dict[int | None, Factor] = {}
+
+    def add(self, side: Literal["A", "B"], part: int | None, factor: Factor) -> None:
+        """ValueError if there is one of the same part."""
+        there = self.a if side == "A" else self.b
+        taken = there.get(part)
+        if taken is None and (part is None) != (None in there) and there:
+            taken = next(iter(there.values()))
+        if taken is not None:
+            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
+        there[part] = factor
+
+    def check(self, shared: bool) -> None:
+        """ValueError for one without its partner; `shared`: that may be of all parts."""
+        for here, there in ((self.a, self.b), (self.b, self.a)):
+            for part, factor in here.items():
+                if part not in there and not (shared and there and None in (part, *there)):
+                    raise ValueError(f"{factor.key} has no {partner(factor.key)}")
+
+    def parts(self) -> list[int]:
+        """Those with a factor of their own."""
+        return sorted(part for part in {*self.a, *self.b} if part is not None)
 
 
 def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:

@@ -6,24 +6,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moelora.adapters.factors import Factor, common_dtype, partner
+from moelora.adapters.factors import Factor, Sides, common_dtype
 from moelora.adapters.layers import LinearLayer, LinearPair
 from moelora.adapters.places import JOINED, LinearPlace
 
 
 @dataclass
-class _Sides:
-    """Factors found for one layer, or for one of the layers that it joins."""
-
-    a: Factor | None = None
-    b: Factor | None = None
-
-
-@dataclass
 class _Found:
+    """Factors found for one layer, or for the layers that it joins."""
+
     linear: LinearLayer
-    whole: _Sides | None = None
-    parts: dict[int, _Sides] = field(default_factory=dict)
+    sides: Sides = field(default_factory=Sides)
     rows: dict[int, int] = field(default_factory=dict)  # of parts
 
 
@@ -42,19 +35,9 @@ class LinearPairs:
 
     def add(self, place: LinearPlace, factor: Factor, shape: tuple[int, ...]) -> None:
         found = self._found.setdefault(place.linear.name, _Found(place.linear))
-        if place.part is None:
-            sides = found.whole = found.whole or _Sides()
-        else:
-            sides = found.parts.setdefault(place.part, _Sides())
-            if place.key.side == "B":
-                found.rows[place.part] = shape[0]
-        taken = sides.a if place.key.side == "A" else sides.b
-        if taken is not None:
-            raise ValueError(f"{factor.key} and {taken.key} are the same factor")
-        if place.key.side == "A":
-            sides.a = factor
-        else:
-            sides.b = factor
+        found.sides.add(place.key.side, place.part, factor)
+        if place.part is not None and place.key.side == "B":
+            found.rows[place.part] = shape[0]
 
     def check(self) -> None:
         """Raise ValueError unless all factors have their partners and fill their layers."""
@@ -81,15 +64,11 @@ class _Part:
 
 def _parts(found: _Found) -> list[_Part]:
     """Parts of a layer's pair; ValueError if factors are missing or do not fit."""
-    linear, whole = found.linear, found.whole
-    if whole is None:
+    sides = found.sides
+    sides.check(shared=False)
+    if None not in sides.a:
         return _joined(found)
-    a, b = _both(whole)
-    if found.parts:
-        other = next(iter(found.parts.values()))
-        key = (other.a or other.b or a).key
-        raise ValueError(f"{a.key} and {key} are both of {linear.name}")
-    return [_Part(a, b, 0, linear.out_features)]
+    return [_Part(sides.a[None], sides.b[None], 0, found.linear.out_features)]
 
 
 def _joined(found: _Found) -> list[_Part]:
@@ -97,8 +76,8 @@ def _joined(found: _Found) -> list[_Part]:
     linear = found.linear
     whole = linear.name.rpartition(".")[2]
     names = JOINED[whole]
-    pairs = {number: _both(found.parts[number]) for number in sorted(found.parts)}
-    key = next(iter(pairs.values()))[0].key
+    parts, sides = found.sides.parts(), found.sides
+    key = sides.a[parts[0]].key
     rows = [found.rows.get(number) for number in range(len(names))]
     if whole == "gate_up_proj":  # halves, either of which may be absent
         rows = [linear.out_features // 2 if n is None else n for n in rows]
@@ -112,15 +91,7 @@ def _joined(found: _Found) -> list[_Part]:
             f"{key}: {names} have {sizes} rows, wanted {linear.out_features} together, those of "
             f"{linear.name}"
         )
-    return [_Part(a, b, sum(sizes[:n]), sizes[n]) for n, (a, b) in pairs.items()]
-
-
-def _both(sides: _Sides) -> tuple[Factor, Factor]:
-    if sides.a is None or sides.b is None:
-        there = sides.a or sides.b
-        assert there is not None
-        raise ValueError(f"{there.key} has no {partner(there.key)}")
-    return sides.a, sides.b
+    return [_Part(sides.a[n], sides.b[n], sum(sizes[:n]), sizes[n]) for n in parts]
 
 
 def _pair(linear: LinearLayer, parts: list[_Part]) -> LinearPair:
