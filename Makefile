@@ -290,46 +290,65 @@ check-wheel: wheel
 sdist: $(VENV)/.ready
 	$(PY) setup.py -q sdist
 
-# All of a release but what needs an account: a source distribution, the wheel that is built of it, their
-# checks, bills of materials, checksums and a package index in files, from which fresh environments of
-# every Python here install and run the wheel by its name. The address stands for the one of the
+# The files of a release: a source distribution, and of it wheels for this machine, one with CUDA kernels
+# where there is nvcc, and one without, of version X+cpu. The address stands for the one of the
 # repository where no remote names it.
 RELEASE := build/release
 AUDIT = PATH="$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*.so'
-.PHONY: release-dry-run
-release-dry-run: export MOELORA_REPOSITORY ?= $(shell git remote get-url origin 2> /dev/null | \
+WHEEL = $(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w $(RELEASE)/raw
+TOOLKIT = $(PY) -c 'import sys; sys.path.append("csrc"); import compiling as c; cc, why = c.cuda_compiler(); \
+  print(*c.nvcc_release(cc), sep=".") if cc else sys.exit(f"no wheel with CUDA: {why}")'
+.PHONY: release-wheels release-notes release-files release-dry-run check-hub hub
+release-wheels: export MOELORA_CUDA_ARCH ?= $(RELEASE_ARCHS)
+release-wheels release-notes: export MOELORA_REPOSITORY ?= $(shell git remote get-url origin 2> /dev/null | \
   grep -Eq '^(https?|ssh)://|^\w+@' || echo https://example.invalid/moelora)
-release-dry-run: $(VENV)/.ready build/release-tools/.ready
+release-wheels: $(VENV)/.ready
 	rm -rf $(RELEASE)
 	$(PY) setup.py -q sdist -d $(RELEASE)/dist
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w $(RELEASE)/raw $(RELEASE)/dist/*.tar.gz
+	! $(TOOLKIT) || $(WHEEL) $(RELEASE)/dist/*.tar.gz
+	MOELORA_CUDA=0 $(WHEEL) $(RELEASE)/dist/*.tar.gz -C--global-option=egg_info -C--global-option=--tag-build=+cpu
 	$(AUDIT) -w $(RELEASE)/dist $(RELEASE)/raw/*.whl
-	build/release-tools/bin/python release/check.py $(RELEASE)/dist
-	build/release-tools/bin/python release/index.py $(RELEASE)/dist --out $(RELEASE)/index
-	build/release-tools/bin/python release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom \
-	  --cuda "$$(nvcc --version 2> /dev/null | sed -n 's/.*, V//p' || true)"
+
+# What a release has besides, of the wheels in build/release/dist: checks, a package index in files, bills of
+# materials, the tree of the Hub, notes and checksums. CUDA is the toolkit of the wheels.
+CUDA ?= $(shell $(TOOLKIT) 2> /dev/null)
+HUB = $(PY) release/hub.py $(if $(CUDA),--cuda $(CUDA))
+release-files: $(VENV)/.ready release-notes
+	rm -rf $(RELEASE)/hub $(RELEASE)/index $(RELEASE)/dist/SHA256SUMS
+	$(PY) release/check.py $(RELEASE)/dist $(if $(TAG),--tag $(TAG))
+	$(PY) release/index.py $(RELEASE)/dist --out $(RELEASE)/index
+	$(PY) release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom $(if $(CUDA),--cuda $(CUDA))
 	$(HUB) $(RELEASE)/hub $(RELEASE)/dist/*.whl
-	cd $(RELEASE)/dist && sha256sum * > SHA256SUMS
-	$(PY) tests/project/check_wheel.py $$(ls $(RELEASE)/dist/*.whl) --index $(RELEASE)/index $(CHECK_ARGS)
+	tar -czf $(RELEASE)/hub.tar.gz -C $(RELEASE)/hub .
+	cd $(RELEASE)/dist && sha256sum *.whl *.tar.gz > SHA256SUMS
+
+# The newest section of the changelog, with links that lead to the tag.
+release-notes:
+	mkdir -p $(RELEASE)
+	awk '/^## /{n++; next} n == 1' CHANGELOG.md | \
+	  sed 's#](docs/#]($(MOELORA_REPOSITORY)/blob/$(or $(TAG),main)/docs/#g' > $(RELEASE)/notes.md
+
+# Hugging Face's `kernels` loads the tree of the Hub, and another version of it, beside this moelora.
+check-hub: build
+	rm -rf $(RELEASE)/hub2
+	$(HUB) $(RELEASE)/hub2 $(RELEASE)/dist/*.whl --version 2
+	HF_HUB_OFFLINE=1 $(PY) tests/project/check_hub.py $(RELEASE)/hub $(RELEASE)/hub2
+
+hub: release-wheels
+	$(HUB) $(RELEASE)/hub $(RELEASE)/dist/*.whl
+	$(MAKE) --no-print-directory check-hub
+
+# All of a release but what needs an account; fresh environments of every Python here install and run the
+# wheels by their name.
+release-dry-run: release-wheels
+	$(MAKE) --no-print-directory release-files
+	$(MAKE) --no-print-directory check-hub
+	$(PY) tests/project/check_wheel.py $(RELEASE)/dist/*.whl --index $(RELEASE)/index $(CHECK_ARGS)
 
 # The commit and the tag of a release, after its dry run: make release VERSION=0.1.0. Pushing publishes.
 .PHONY: release
 release: release-dry-run
 	$(PY) release/prepare.py $(VERSION)
-
-# What Hugging Face's `kernels` loads, of the package as it was built here, loaded by it beside the package.
-HUB = build/release-tools/bin/python release/hub.py
-.PHONY: hub
-hub: build build/release-tools/.ready
-	rm -rf build/hub
-	$(HUB) build/hub/1 moelora && $(HUB) build/hub/2 moelora --version 2
-	PYTHONPATH=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):. HF_HUB_OFFLINE=1 \
-	  build/release-tools/bin/python tests/project/check_hub.py build/hub/1 build/hub/2
-
-build/release-tools/.ready: requirements-release.txt
-	test -x build/release-tools/bin/python || $(PYTHON) -m venv build/release-tools
-	build/release-tools/bin/python -m pip install --quiet -r requirements-release.txt
-	touch $@
 
 clean:
 	rm -rf build dist *.egg-info moelora/_C.abi3.so

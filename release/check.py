@@ -3,9 +3,10 @@
     python release/check.py build/release/dist
     python release/check.py dist --tag v0.1.0
 
-Prints one line for each file, and whether PyPI takes them as they are: it refuses files of more
-than 100 MB, whose wheels then go on an index page of their own (`release/index.py`). In a workflow
-the same is the output `pypi` of the step. Exit status 1, with all problems: a file is not fit to
+Wheels of version X have CUDA kernels, those of X+cpu have none; with `--tag` there must be both
+for x86-64 and aarch64. Prints one line for each file, and whether PyPI takes the source
+distribution and the wheels of version X: it refuses files of more than 100 MB. In a workflow the
+same is the output `pypi` of the step. Exit status 1, with all problems: a file is not fit to
 publish.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 
 SDIST_BYTES = 2_000_000
 PYPI_BYTES = 100_000_000  # per file, unless PyPI grants a project more
+KINDS = {"cuda-x86_64", "cuda-aarch64", "cpu-x86_64", "cpu-aarch64"}
 URLS = {"Repository", "Issues", "Documentation", "Changelog"}
 
 
@@ -37,12 +39,21 @@ def metadata(path):
     return email.parser.HeaderParser().parsestr(text)
 
 
+def kind_of(wheel):
+    """cuda or cpu, by its extension, and the machine of its name: cuda-x86_64."""
+    with zipfile.ZipFile(wheel) as archive:
+        cuda = b".nv_fatbin" in archive.read("moelora/_C.abi3.so")
+    return f"{'cuda' if cuda else 'cpu'}-{re.search('x86_64|aarch64', wheel.name)[0]}"
+
+
 def problems_of(path):
     """What is wrong with one file."""
     found, size = [], path.stat().st_size
     if path.suffix == ".whl":
-        if not re.fullmatch(r"moelora-[\w.]+-cp310-abi3-manylinux[\w.]+\.whl", path.name):
-            found.append("is not an abi3 wheel with a manylinux tag: make wheel makes one")
+        if not re.fullmatch(r"moelora-[\w.+]+-cp310-abi3-manylinux[\w.]+\.whl", path.name):
+            found.append("is not an abi3 wheel with a manylinux tag: make release-wheels makes one")
+        elif kind_of(path).startswith("cpu") != ("+cpu-" in path.name):
+            found.append(f"is a wheel for {kind_of(path)}: only those without CUDA are of X+cpu")
     elif size > SDIST_BYTES:
         found.append(f"has {size} bytes, wanted at most {SDIST_BYTES}: MANIFEST.in leaves data out")
     headers = metadata(path)
@@ -65,11 +76,13 @@ def check(paths, tag=None):
         problems.append(f"there are {counts}, wanted one source distribution and its wheels")
     for path in (*archives, *wheels):
         problems += [f"{path.name} {problem}" for problem in problems_of(path)]
-    versions = {metadata(path)["Version"] for path in (*archives, *wheels)}
+    versions = {metadata(path)["Version"].removesuffix("+cpu") for path in (*archives, *wheels)}
     if len(versions) > 1:
         problems.append(f"files are of several versions: {', '.join(sorted(versions))}")
     if tag is not None and versions != {tag.removeprefix("v")}:
         problems.append(f"the tag is {tag}, files are of version {', '.join(sorted(versions))}")
+    if tag is not None and (missing := KINDS - {*map(kind_of, wheels)}):
+        problems.append(f"there is no wheel for {', '.join(sorted(missing))}")
     return problems
 
 
@@ -86,8 +99,8 @@ def main(argv=None):
         print(problem, file=sys.stderr)
     if problems:
         return 1
-    fits = all(path.stat().st_size <= PYPI_BYTES for path in paths)
-    print("PyPI takes these files" if fits else "wheels exceed PyPI's limit and need an index page")
+    fits = all(path.stat().st_size <= PYPI_BYTES for path in paths if "+cpu-" not in path.name)
+    print("PyPI takes these files" if fits else "wheels exceed PyPI's limit and need the index")
     if output := os.environ.get("GITHUB_OUTPUT"):
         with open(output, "a") as file:
             file.write(f"pypi={'true' if fits else 'false'}\n")

@@ -1,12 +1,14 @@
-"""Writes what Hugging Face's `kernels` loads, a copy of the package for each kind of build:
+"""Writes what Hugging Face's `kernels` loads, a variant for each wheel:
 
-    python release/hub.py OUT moelora-*.whl
+    python release/hub.py OUT moelora-*.whl --cuda 13.0
     python release/hub.py OUT moelora          # the package of this checkout, as it was built
 
     OUT/README.md
-    OUT/build/torch-stable-abi211-cu130-x86_64-linux/{__init__.py, _C.abi3.so, ..., metadata.json}
+    OUT/build/torch-stable-abi211-cpu-x86_64-linux/{__init__.py, _C.abi3.so, ..., metadata.json}
+    OUT/build/torch-stable-abi211-cu130-x86_64-linux/...
 
-and a person then uploads OUT with `hf upload --repo-type kernel --revision v1 OWNER/moelora OUT`.
+`kernels` takes cu130 under a torch with CUDA 13, cpu under one without CUDA or by `backend="cpu"`.
+docs/releasing.md says how OUT is uploaded.
 
 The copy's imports are relative, since `kernels` imports it by a name that no other build has, its
 "id"; that is also the namespace of its operators in torch, so that builds run beside each other.
@@ -28,7 +30,7 @@ from pathlib import Path
 
 TORCH = "torch-stable-abi211"  # LOWEST_TORCH of moelora/operators/startup.py
 MACHINE = platform.machine()
-ARCHS = ("8.0", "9.0a", "10.0", "12.0")  # of the wheels
+ARCHS = ["8.0+PTX", "9.0a", "10.0", "12.0"]  # of the wheels
 LAYERS = Path(__file__).with_name("hub_layers.py")
 LEFT_OUT = ("bench", "commands", "__main__.py", "__pycache__", "_C.pyi", "py.typed")
 CARD = """---
@@ -86,13 +88,17 @@ def digests(folder):
     }
 
 
-def write(package, out, version=1, cuda="13.0", archs=ARCHS, machine=MACHINE):
-    """One build under OUT/build; its folder."""
+def write(package, out, version=1, cuda=None, machine=MACHINE):
+    """One variant under OUT/build; its folder."""
     backend, content = "cpu", {"type": "cpu"}
     if b".nv_fatbin" in (package / "_C.abi3.so").read_bytes():
-        backend, content = f"cu{cuda.replace('.', '')}", {"type": "cuda", "archs": archs}
+        if cuda is None:
+            raise ValueError("has CUDA kernels: --cuda names the toolkit, such as 13.0")
+        backend = "cu" + "".join(cuda.split(".")[:2])
+        content = {"type": "cuda", "archs": ARCHS}
     folder = out / "build" / f"{TORCH}-{backend}-{machine}-linux"
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        raise ValueError(f"would be a second {folder}: name one package of each, and a new folder")
     copy(package, folder)
     shutil.copyfile(LAYERS, folder / "layers.py")
     with (folder / "__init__.py").open("a") as file:
@@ -117,10 +123,7 @@ def main(argv=None):
     parser.add_argument("out", type=Path)
     parser.add_argument("package", type=Path, nargs="+", help="a wheel, or a folder moelora")
     parser.add_argument("--version", type=int, default=1, help="branch v1, v2, ... of the Hub")
-    parser.add_argument("--cuda", default="13.0", help="toolkit of builds with CUDA")
-    parser.add_argument(
-        "--archs", default=",".join(ARCHS), help="compute capabilities of builds with CUDA"
-    )
+    parser.add_argument("--cuda", help="version of the toolkit of wheels with CUDA kernels")
     args = parser.parse_args(argv)
     for source in args.package:
         with tempfile.TemporaryDirectory() as unpacked:
@@ -132,7 +135,10 @@ def main(argv=None):
                 package = Path(unpacked, "moelora")
             if not (package / "_C.abi3.so").is_file():
                 parser.error(f"{source} has no _C.abi3.so: make build, or name a wheel")
-            print(write(package, args.out, args.version, args.cuda, args.archs.split(","), machine))
+            try:
+                print(write(package, args.out, args.version, args.cuda, machine))
+            except ValueError as error:
+                parser.error(f"{source}: {error}")
     (args.out / "README.md").write_text(CARD.format(version=args.version))
 
 

@@ -3,8 +3,9 @@
     python release/index.py build/release/dist --out build/release/index
     python release/index.py dist --out site/whl --url https://…/releases/download/v0.1.0
 
-Links lead to copies of the files beside the page, or to `--url`, where a release has them; each has
-the file's SHA-256, which pip compares. A page that is there keeps the files of other releases.
+Wheels of a version X+cpu are on an index of their own, OUT/cpu: to pip they are newer than X. Links
+lead to copies of the files beside the page, or to `--url`, where a release has them; each has the
+file's SHA-256, which pip compares. A page that is there keeps the files of other releases.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 LINK = r'<a href="([^"]+)"[^>]*>([^<]+)</a>'
 PYTHONS = html.escape(">=3.10")
@@ -33,7 +35,8 @@ def index(files, out, url=None):
         links = {name: target for target, name in re.findall(LINK, page.read_text())}
     for file in files:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        where = f"{url.rstrip('/')}/{file.name}" if url else file.name
+        name = quote(file.name)
+        where = f"{url.rstrip('/')}/{name}" if url else name
         links[file.name] = f"{where}#sha256={digest}"
         if url is None:
             page.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,8 @@ def main(argv=None):
     parser.add_argument("--url", help="where the files are (default: copied beside the page)")
     args = parser.parse_args(argv)
     files = [p for p in args.folder.iterdir() if p.name.endswith((".whl", ".tar.gz"))]
-    print(index(files, args.out, args.url))
+    for out, cpu in ((args.out, False), (args.out / "cpu", True)):
+        print(index([p for p in files if ("+cpu-" in p.name) == cpu], out, args.url))
     return 0
 
 

@@ -3,33 +3,26 @@
     python release/sbom.py build/release/dist --out build/release/sbom
     python release/sbom.py dist --out sbom --cuda 13.0
 
-Writes OUT/MACHINE.cdx.json for each wheel, by the machine that it is for. Sources are moelora's
-own; a wheel with CUDA kernels also contains NVIDIA's CUDA runtime, of the version that `--cuda`
+Writes OUT/{cuda,cpu}-MACHINE.cdx.json for each wheel, by what it is for. Sources are moelora's own;
+a wheel with CUDA kernels also contains NVIDIA's CUDA runtime, of the version that `--cuda`
 names, linked statically. torch, numpy and safetensors are not contained: pip chooses them by the
 bounds that are in the bill.
 """
 
 import argparse
 import hashlib
-import re
 import sys
-import zipfile
 from pathlib import Path
 
-from check import metadata
-from cyclonedx.model import ExternalReference, ExternalReferenceType, HashType, Property, XsUri
+from check import kind_of, metadata
+from cyclonedx.contrib.hash.factories import HashTypeFactory
+from cyclonedx.model import ExternalReference, ExternalReferenceType, Property, XsUri
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentScope, ComponentType
 from cyclonedx.model.license import DisjunctiveLicense, LicenseExpression
 from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
-
-
-def has_cuda(wheel):
-    """Whether the extension has a section of machine code for GPUs."""
-    with zipfile.ZipFile(wheel) as archive:
-        return b".nv_fatbin" in archive.read("moelora/_C.abi3.so")
 
 
 def describe(wheel, cuda=None):
@@ -44,7 +37,9 @@ def describe(wheel, cuda=None):
         licenses=[LicenseExpression(headers["License-Expression"])],
         purl=PackageURL("pypi", name="moelora", version=headers["Version"]),
         hashes=[
-            HashType.from_hashlib_alg("sha256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+            HashTypeFactory().from_hashlib_alg(
+                "sha256", hashlib.sha256(wheel.read_bytes()).hexdigest()
+            )
         ],
         external_references=[
             ExternalReference(type=kinds[name], url=XsUri(url))
@@ -55,7 +50,7 @@ def describe(wheel, cuda=None):
     bill = Bom()
     bill.metadata.component = root
     parts = []
-    if has_cuda(wheel):
+    if kind_of(wheel).startswith("cuda"):
         if cuda is None:
             raise SystemExit(f"{wheel.name} contains CUDA's runtime: --cuda names its version")
         terms = "NVIDIA CUDA Toolkit End User License Agreement"
@@ -88,8 +83,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for wheel in sorted(args.folder.glob("*.whl")):
-        machine = re.search(r"(x86_64|aarch64)\.whl$", wheel.name)[1]
-        path = args.out / f"{machine}.cdx.json"
+        path = args.out / f"{kind_of(wheel)}.cdx.json"
         bill = describe(wheel, args.cuda)
         writer = make_outputter(bill, OutputFormat.JSON, SchemaVersion.V1_6)
         writer.output_to_file(str(path), allow_overwrite=True, indent=2)

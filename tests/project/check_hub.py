@@ -1,52 +1,53 @@
-"""Loads what release/hub.py wrote, twice, beside the moelora that is installed, and runs all three.
+"""Loads what release/hub.py wrote, by Hugging Face's `kernels` beside the installed moelora.
 
     python tests/project/check_hub.py TREE TREE_OF_ANOTHER_VERSION
 
-By Hugging Face's `kernels` where it is installed, which also compares the digests and puts a layer
-into gpt-oss; otherwise as `kernels` imports a build.
+Of each tree the variants for this machine, each under a torch that says it is of that variant's
+CUDA, or of none. All run the same layers and models, on a CPU.
 """
 
 import importlib
-import importlib.util
-import json
 import pathlib
+import platform
+import re
 import subprocess
 import sys
+from unittest import mock
 
+import kernels
 import torch
+from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 
-def import_build(folder):
-    """What kernels/importer.py does."""
-    name = json.loads((folder / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def torch_of(cuda):
+    """torch, as if it were built with this CUDA, or with none."""
+    return mock.patch.object(torch.version, "cuda", cuda)
 
 
 def load(tree):
-    (folder,) = (tree / "build").iterdir()
-    if importlib.util.find_spec("kernels") is None:
-        return import_build(folder)
-    from kernels import get_local_kernel
-    from kernels._rust import Digest, DigestAlgorithm, Metadata
-
-    digest = Metadata.read_from_file(folder / "metadata.json").digest
-    digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
-    return get_local_kernel(tree)
+    """The variants for this machine."""
+    folders = sorted(tree.glob(f"build/*-{platform.machine()}-linux"))
+    assert folders, f"{tree} has no variant for {platform.machine()}"
+    for folder in folders:
+        digest = Metadata.read_from_file(folder / "metadata.json").digest
+        digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
+        cuda = re.search(r"-cu(\d+)(\d)-", folder.name)
+        with torch_of(".".join(cuda.groups()) if cuda else None):
+            module = kernels.get_local_kernel(tree)
+        assert pathlib.Path(module.__file__).parent == folder, module.__file__
+        yield module
 
 
 def check_imports(module):
     """A build needs torch and the standard library, and no other moelora."""
     code = f"""
-import sys, torch
+import importlib.util, sys, torch
 before = set(sys.modules)
-sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
-import check_hub, pathlib
-check_hub.import_build(pathlib.Path({str(pathlib.Path(module.__file__).parent)!r}))
-new = {{name.split(".")[0] for name in set(sys.modules) - before - {{"check_hub"}}}}
-print(*(new - sys.stdlib_module_names - {{"torch", {module.__name__!r}}}))
+spec = importlib.util.spec_from_file_location({module.__name__!r}, {module.__file__!r})
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(*(new - sys.stdlib_module_names - {{"torch", spec.name}}))
 """
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.split() == [], out.stdout
@@ -87,6 +88,8 @@ def model():
 
 def check_models(modules, tree):
     """Each build serves a model of its own; its layer replaces gpt-oss's."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
     ids = torch.arange(8)[None]
     logits = []
     for module in modules:
@@ -97,16 +100,13 @@ def check_models(modules, tree):
     for other in logits[1:]:
         assert torch.equal(other, logits[0])
     assert not torch.equal(model()(ids).logits, logits[0])  # eager rounds elsewhere
-    if importlib.util.find_spec("kernels") is None:
-        return
-    import kernels
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
     # transformers does both for releases of `kernels` that it knows.
     kernels.use_kernel_forward_from_hub("MegaBlocksMoeMLP")(GptOssMLP)
     repository = kernels.LocalLayerRepository(tree.resolve(), layer_name="MegaBlocksMoeMLP")
     one = model()
-    with kernels.use_kernel_mapping({"MegaBlocksMoeMLP": {"cpu": repository}}):
+    mapping = kernels.use_kernel_mapping({"MegaBlocksMoeMLP": {"cpu": repository}})
+    with mapping, torch_of(None):
         kernels.kernelize(one, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
     assert torch.equal(one(ids).logits, logits[0])
 
@@ -114,16 +114,16 @@ def check_models(modules, tree):
 def main(trees):
     import moelora
 
-    builds = [load(tree) for tree in trees]
+    builds = [module for tree in trees for module in load(tree)]
     modules = [moelora, *builds]
     names = {module._C.NAMESPACE for module in modules}
     assert len(names) == len(modules), names
     for build in builds:
         assert torch.equal(layer(build), layer(moelora))
         assert build.fused_experts_lora is not moelora.fused_experts_lora
-        check_imports(build)
+    check_imports(builds[0])
     check_models(modules, trees[0])
-    print("loaded", *names)
+    print("loaded", *sorted(names))
 
 
 if __name__ == "__main__":

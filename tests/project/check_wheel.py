@@ -1,4 +1,4 @@
-"""Installs a wheel into a fresh environment of every Python here and runs self-test and demo.
+"""Installs wheels, each into a fresh environment of every Python here; runs self-test and demo.
 
     python tests/project/check_wheel.py dist/moelora-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl
     python tests/project/check_wheel.py WHEEL --pythons 3.12,3.13 --no-demo
@@ -40,7 +40,8 @@ def requirement(wheel, extras="", index=None):
     if index is None:
         return [f"{wheel}{extras}"]
     name, version = wheel.name.split("-")[:2]
-    return ["--extra-index-url", index.resolve().as_uri(), f"{name}{extras}=={version}"]
+    page = index.resolve() / ("cpu" if version.endswith("+cpu") else "")
+    return ["--extra-index-url", page.as_uri(), f"{name}{extras}=={version}"]
 
 
 def audit(wheel):
@@ -67,15 +68,7 @@ def check(version, python, wheel, args, folder):
         run(fresh, ROOT / "examples" / "demo.py", cwd=folder)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("--pythons", default=PYTHONS, help="(default: %(default)s)")
-    parser.add_argument("--no-demo", action="store_true")
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--index", type=Path, help="a folder that has the wheel as an index")
-    args = parser.parse_args()
-    wheel = args.wheel.resolve()
+def check_everywhere(wheel, args):
     if "-abi3-" not in wheel.name:
         raise SystemExit(f"{wheel.name} is not an abi3 wheel")
     audit(wheel)
@@ -88,6 +81,18 @@ def main():
     print(f"{wheel.name}: works with {', '.join(checked)}; not here: {', '.join(absent) or 'none'}")
     if not checked:
         raise SystemExit("no Python was checked")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheels", type=Path, nargs="+")
+    parser.add_argument("--pythons", default=PYTHONS, help="(default: %(default)s)")
+    parser.add_argument("--no-demo", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--index", type=Path, help="a folder that has the wheel as an index")
+    args = parser.parse_args()
+    for wheel in args.wheels:
+        check_everywhere(wheel.resolve(), args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import platform
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "release"))
@@ -17,9 +19,12 @@ import check  # noqa: E402
 import hub  # noqa: E402
 import index  # noqa: E402
 import prepare  # noqa: E402
+import sbom  # noqa: E402
 
 URLS = [f"Project-URL: {name}, https://example.org/{name}" for name in sorted(check.URLS)]
 WHEEL = "moelora-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl"
+CPU_WHEEL = WHEEL.replace("0.1.0", "0.1.0+cpu")
+CUDA = b"\x7fELF .nv_fatbin"
 
 
 def headers(version="0.1.0", urls=URLS):
@@ -28,12 +33,18 @@ def headers(version="0.1.0", urls=URLS):
     return "\n".join([*lines, 'Requires-Dist: rich; extra == "cli"', "", ""])
 
 
-def write_wheel(folder, name=WHEEL, extension=b"\x7fELF", **more):
+def write_wheel(folder, name=WHEEL, extension=None, init="", **more):
     with zipfile.ZipFile(folder / name, "w") as archive:
-        archive.writestr("moelora/_C.abi3.so", extension)
-        archive.writestr("moelora-0.1.0.dist-info/METADATA", headers(**more))
+        archive.writestr("moelora/_C.abi3.so", extension or (b"" if "+cpu" in name else CUDA))
+        archive.writestr("moelora/__init__.py", init)
+        about = headers(**{"version": name.split("-")[1], **more})
+        archive.writestr("moelora-0.1.0.dist-info/METADATA", about)
         archive.writestr("moelora-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
     return folder / name
+
+
+def of_aarch64(name):
+    return name.replace("x86_64", "aarch64")
 
 
 def write_sdist(folder, size=0, **more):
@@ -48,7 +59,13 @@ def write_sdist(folder, size=0, **more):
 
 def test_files_that_are_fit_to_publish(tmp_path):
     files = [write_sdist(tmp_path), write_wheel(tmp_path)]
-    assert check.check(files) == check.check(files, "v0.1.0") == []
+    assert check.check(files) == []
+    assert check.check(files, "v0.1.0") == [
+        "there is no wheel for cpu-aarch64, cpu-x86_64, cuda-aarch64"
+    ]
+    names = [CPU_WHEEL, of_aarch64(WHEEL), of_aarch64(CPU_WHEEL)]
+    files += [write_wheel(tmp_path, name) for name in names]
+    assert check.check(files, "v0.1.0") == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +75,8 @@ def test_files_that_are_fit_to_publish(tmp_path):
         ({}, {"urls": URLS[1:]}, None, "has no Project-URL Changelog: no address"),
         ({}, {"name": WHEEL.replace("manylinux_2_28", "linux")}, None, "is not an abi3 wheel"),
         ({}, {"version": "0.2.0"}, None, "files are of several versions: 0.1.0, 0.2.0"),
+        ({}, {"extension": b"\x7fELF"}, None, "is a wheel for cpu-x86_64: only those without CUDA"),
+        ({}, {"name": CPU_WHEEL, "extension": CUDA}, None, "is a wheel for cuda-x86_64: only"),
         ({}, {}, "v0.2.0", "the tag is v0.2.0, files are of version 0.1.0"),
         (None, {}, None, "there are 0 source distributions and 1 wheels, wanted one"),
     ],
@@ -65,15 +84,16 @@ def test_files_that_are_fit_to_publish(tmp_path):
 def test_what_is_not_fit_to_publish_is_named(tmp_path, sdist, wheel, tag, problem):
     files = [write_wheel(tmp_path, **wheel)]
     files += [] if sdist is None else [write_sdist(tmp_path, **sdist)]
-    (found,) = check.check(files, tag)
+    found, *_ = check.check(files, tag)
     assert problem in found
 
 
-@pytest.mark.parametrize(("limit", "pypi"), [(check.PYPI_BYTES, "true"), (100, "false")])
+@pytest.mark.parametrize(("limit", "pypi"), [(20_000, "true"), (100, "false")])
 def test_wheels_that_pypi_refuses_are_for_an_index_page(tmp_path, monkeypatch, limit, pypi):
     folder, output = tmp_path / "dist", tmp_path / "output"
     folder.mkdir()
     write_sdist(folder), write_wheel(folder)
+    write_wheel(folder, CPU_WHEEL, extension=bytes(50_000))
     monkeypatch.setenv("GITHUB_OUTPUT", str(output))
     monkeypatch.setattr(check, "PYPI_BYTES", limit)
     checked = []
@@ -84,23 +104,22 @@ def test_wheels_that_pypi_refuses_are_for_an_index_page(tmp_path, monkeypatch, l
     assert "--strict" in checked[0]
 
 
-def test_pip_installs_from_the_index(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "page", "version"), [(WHEEL, ".", "0.1.0"), (CPU_WHEEL, "cpu", "0.1.0+cpu")]
+)
+def test_pip_installs_from_the_index(tmp_path, name, page, version):
     """By name and version; a file with other contents than the page says is refused."""
-    wheel = write_wheel(tmp_path)
-    page = index.index([wheel], tmp_path / "index")
+    wheel = write_wheel(tmp_path, name)
+    page = tmp_path / "index" / page
+    assert index.main([str(tmp_path), "--out", str(tmp_path / "index")]) == 0
     words = [sys.executable, "-m", "pip", "download", "--isolated", "-q", "--no-deps"]
-    words += [
-        "--only-binary=:all:",
-        "--platform=manylinux_2_28_x86_64",
-        "--index-url",
-        (tmp_path / "index").as_uri(),
-    ]
-    words += ["-d", str(tmp_path / "got"), "moelora==0.1.0"]
+    words += ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64"]
+    words += ["--index-url", page.as_uri(), "-d", str(tmp_path / "got"), f"moelora=={version}"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "got" / WHEEL).read_bytes() == wheel.read_bytes()
-    (page.parent / WHEEL).write_bytes(b"another")
-    (tmp_path / "got" / WHEEL).unlink()
+    assert (tmp_path / "got" / name).read_bytes() == wheel.read_bytes()
+    (page / "moelora" / name).write_bytes(b"another")
+    (tmp_path / "got" / name).unlink()
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode != 0 and "hash" in done.stderr.lower()
 
@@ -117,67 +136,120 @@ def test_the_index_keeps_earlier_releases(tmp_path):
 
 
 def test_the_bill_of_materials(tmp_path):
-    pytest.importorskip("cyclonedx")
-    import sbom
-
-    wheel, out = write_wheel(tmp_path), ["--out", str(tmp_path / "sbom")]
+    wheel, out = write_wheel(tmp_path, CPU_WHEEL), ["--out", str(tmp_path / "sbom")]
     assert sbom.main([str(tmp_path), *out]) == 0
-    bill = json.loads((tmp_path / "sbom/x86_64.cdx.json").read_text())
+    bill = json.loads((tmp_path / "sbom/cpu-x86_64.cdx.json").read_text())
     root = bill["metadata"]["component"]
+    assert root["version"] == "0.1.0+cpu"
     assert root["hashes"][0]["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert [part["name"] for part in bill["components"]] == ["torch"]
-    write_wheel(tmp_path, extension=b"\x7fELF .nv_fatbin")
+    write_wheel(tmp_path)
     with pytest.raises(SystemExit, match="--cuda names its version"):
         sbom.main([str(tmp_path), *out])
     assert sbom.main([str(tmp_path), *out, "--cuda", "13.0.88"]) == 0
-    bill = json.loads((tmp_path / "sbom/x86_64.cdx.json").read_text())
+    bill = json.loads((tmp_path / "sbom/cuda-x86_64.cdx.json").read_text())
     assert ("cudart_static", "13.0.88") in [
         (p["name"], p.get("version")) for p in bill["components"]
     ]
 
 
-def test_builds_of_the_hub_run_beside_this_moelora(tmp_path):
+def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path):
+    """The variant with CUDA is the package of this checkout, too, with the mark of CUDA kernels."""
+    packages = [ROOT / "moelora", tmp_path / "moelora"]
+    hub.copy(*packages)
+    with (packages[1] / "_C.abi3.so").open("ab") as file:
+        file.write(CUDA)
+    if CUDA in (packages[0] / "_C.abi3.so").read_bytes():
+        packages.pop(0)
     trees = [tmp_path / str(version) for version in (1, 2)]
-    for version, tree in enumerate(trees, 1):
-        hub.main([str(tree), str(ROOT / "moelora"), "--version", str(version)])
+    for version, (tree, some) in enumerate(zip(trees, (packages, packages[:1]), strict=True), 1):
+        words = [str(tree), *map(str, some), "--version", str(version), "--cuda", "13.0"]
+        hub.main(words)
     loads = [sys.executable, ROOT / "tests/project/check_hub.py", *trees]
     out = subprocess.run(loads, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    assert "moelora" in out.stdout.split()
+    assert len(out.stdout.split()) == 3 + len(packages)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Of four packages that import nothing."""
+    folder = tmp_path_factory.mktemp("hub")
+    wheels = [str(write_wheel(folder, name)) for name in (WHEEL, CPU_WHEEL)]
+    wheels += [str(write_wheel(folder, of_aarch64(name))) for name in (WHEEL, CPU_WHEEL)]
+    hub.main([str(folder / "tree"), *wheels, "--cuda", "13.0.88"])
+    return folder / "tree"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda", "machine", "options", "variant"),
+    [
+        ("2.11.0+cu130", "13.0", "x86_64", {}, "torch-stable-abi211-cu130-x86_64-linux"),
+        ("2.13.0", "13.2", "aarch64", {}, "torch-stable-abi211-cu130-aarch64-linux"),
+        ("2.13.0", "13.0", "x86_64", {"backend": "cpu"}, "torch-stable-abi211-cpu-x86_64-linux"),
+        ("2.13.0+cpu", None, "x86_64", {}, "torch-stable-abi211-cpu-x86_64-linux"),
+        ("2.13.0", None, "aarch64", {}, "torch-stable-abi211-cpu-aarch64-linux"),
+        ("2.12.0", "12.8", "x86_64", {"backend": "cpu"}, "torch-stable-abi211-cpu-x86_64-linux"),
+        # What it lacks.
+        ("2.12.0", "12.8", "x86_64", {}, "13.0.* is not compatible with system CUDA version .12.8"),
+        ("2.10.0", "13.0", "x86_64", {}, "ABI version .2.11. is too new for environment Torch"),
+        ("2.13.0", None, "riscv64", {}, r"CPU .x86_64. does not match system CPU .riscv64"),
+    ],
+)
+def test_kernels_chooses_the_variant_by_torch_and_machine(
+    tree, monkeypatch, torch_version, cuda, machine, options, variant
+):
+    import kernels
+
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    if variant.startswith("torch-stable-abi"):
+        assert variant == Path(kernels.get_local_kernel(tree, **options).__file__).parent.name
+    else:
+        with pytest.raises(FileNotFoundError, match=variant):
+            kernels.get_local_kernel(tree, **options)
 
 
 def test_a_wheel_with_cuda_becomes_a_build_of_its_toolkit(tmp_path):
-    wheel = write_wheel(tmp_path, extension=b"\x7fELF .nv_fatbin")
+    wheel = write_wheel(tmp_path, init="from moelora import _C\n")
     with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("moelora/__init__.py", "from moelora import _C\n")
         archive.writestr("moelora/a/b.py", "from moelora.a.c import d\nfrom moelora import e\n")
-    hub.main([str(tmp_path / "tree"), str(wheel)])
+    hub.main([str(tmp_path / "tree"), str(wheel), "--cuda", "13.0"])
     build = tmp_path / "tree/build/torch-stable-abi211-cu130-x86_64-linux"
     assert (build / "__init__.py").read_text().startswith("from . import _C\n")
     assert (build / "a/b.py").read_text() == "from ..a.c import d\nfrom .. import e\n"
     metadata = json.loads((build / "metadata.json").read_text())
-    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0", "9.0a", "10.0", "12.0"]}
+    assert metadata["backend"] == {"type": "cuda", "archs": hub.ARCHS}
     assert set(metadata["digest"]["files"]) >= {"_C.abi3.so", "__init__.py", "a/b.py", "layers.py"}
 
 
 @pytest.mark.parametrize(
-    ("files", "problem"),
+    ("files", "times", "problem"),
     [
-        ({}, "has no _C.abi3.so: make build, or name a wheel"),
-        (
-            {"_C.abi3.so": "", "a.py": "import moelora\n"},
-            "a.py: line 1: write `from moelora import",
-        ),
+        ({}, 1, "has no _C.abi3.so: make build, or name a wheel"),
+        ({"_C.abi3.so": "", "a.py": "import moelora\n"}, 1, "a.py: line 1: write `from moelora"),
+        ({"_C.abi3.so": " .nv_fatbin"}, 1, "moelora: has CUDA kernels: --cuda names the toolkit"),
+        ({"_C.abi3.so": "", "__init__.py": ""}, 2, "would be a second "),
     ],
 )
-def test_packages_that_no_build_of_the_hub_can_be_made_of(tmp_path, files, problem, capsys):
+def test_packages_that_no_build_of_the_hub_can_be_made_of(tmp_path, files, times, problem, capsys):
     package = tmp_path / "moelora"
     package.mkdir()
     for name, text in files.items():
         (package / name).write_text(text)
-    with pytest.raises((SystemExit, ValueError)) as raised:
-        hub.main([str(tmp_path / "tree"), str(package)])
-    assert problem in f"{raised.value}{capsys.readouterr().err}"
+    with pytest.raises(SystemExit):
+        hub.main([str(tmp_path / "tree"), *[str(package)] * times])
+    assert problem in capsys.readouterr().err
+
+
+def test_notes_are_the_newest_section_with_links_to_the_tag(tmp_path):
+    changelog = "# Changelog\n\n## 0.2.0 (2027-01-01)\n\n- [A](docs/a.md)\n\n## 0.1.0\n\n- B\n"
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    words = ["make", "-s", "-C", tmp_path, "-f", ROOT / "Makefile", "release-notes", "TAG=v0.2.0"]
+    subprocess.run([*words, "MOELORA_REPOSITORY=https://example.org/m"], check=True)
+    notes = (tmp_path / "build/release/notes.md").read_text()
+    assert notes.strip() == "- [A](https://example.org/m/blob/v0.2.0/docs/a.md)"
 
 
 @pytest.fixture
