@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -153,7 +154,7 @@ def test_the_bill_of_materials(tmp_path):
     ]
 
 
-def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path):
+def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path, monkeypatch):
     """The variant with CUDA is the package of this checkout, too, with the mark of CUDA kernels."""
     packages = [ROOT / "moelora", tmp_path / "moelora"]
     hub.copy(*packages)
@@ -169,6 +170,13 @@ def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path):
     out = subprocess.run(loads, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     assert len(out.stdout.split()) == 3 + len(packages)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/install.md").read_text(), re.M | re.S
+    )
+    names = {}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exec(code.replace("build/release/hub", str(trees[0])), names)
+    assert names["out"].shape == names["x"].shape and names["out"].isfinite().all()
 
 
 @pytest.fixture(scope="module")
