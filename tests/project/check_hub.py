@@ -103,7 +103,7 @@ def check_models(modules, tree):
 
     # transformers does both for releases of `kernels` that it knows.
     kernels.use_kernel_forward_from_hub("MegaBlocksMoeMLP")(GptOssMLP)
-    repository = kernels.LocalLayerRepository(tree.resolve(), layer_name="MegaBlocksMoeMLP")
+    repository = kernels.LocalLayerRepository(tree, layer_name="MegaBlocksMoeMLP")
     one = model()
     mapping = kernels.use_kernel_mapping({"MegaBlocksMoeMLP": {"cpu": repository}})
     with mapping, torch_of(None):
@@ -127,4 +127,4 @@ def main(trees):
 
 
 if __name__ == "__main__":
-    main([pathlib.Path(word) for word in sys.argv[1:]])
+    main([pathlib.Path(word).resolve() for word in sys.argv[1:]])
