@@ -5,9 +5,11 @@ import io
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
+import types
 import zipfile
 from pathlib import Path
 
@@ -258,6 +260,27 @@ def test_notes_are_the_newest_section_with_links_to_the_tag(tmp_path):
     subprocess.run([*words, "MOELORA_REPOSITORY=https://example.org/m"], check=True)
     notes = (tmp_path / "build/release/notes.md").read_text()
     assert notes.strip() == "- [A](https://example.org/m/blob/v0.2.0/docs/a.md)"
+
+
+def test_hf_takes_the_upload_that_a_person_runs(tmp_path, monkeypatch):
+    """The line of the page; what would reach the Hub is recorded."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.cli.hf import app
+
+    (line,) = re.findall(r"^hf upload (.*)$", (ROOT / "docs/releasing.md").read_text(), re.M)
+    sent = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    made = types.SimpleNamespace(repo_id="them/moelora")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, **options: made)
+    monkeypatch.setattr(HfApi, "repo_info", lambda self, **options: None)
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: sent.append(options))
+    words = ["upload", *shlex.split(line.replace("$OWNER", "them"))]
+    app(words, standalone_mode=False)
+    (options,) = sent
+    names = ("repo_id", "repo_type", "revision", "delete_patterns", "folder_path", "path_in_repo")
+    wanted = ["them/moelora", "kernel", "v1", ["build/*"], "hub", "."]
+    assert [options[name] for name in names] == wanted
 
 
 @pytest.fixture
