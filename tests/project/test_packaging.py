@@ -94,10 +94,12 @@ def test_machine_code_is_compressed():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Without CUDA, which takes longer than a test may where nothing is compiled yet. Whatever
-    interrupts the build, its compilers end with it."""
+    """That for CPUs, as a release builds it: CUDA takes longer than a test may where nothing is
+    compiled yet. Whatever interrupts the build, its compilers end with it."""
     where = tmp_path_factory.mktemp("wheel")
+    (words,) = re.findall(r"MOELORA_CUDA=0 \$\(WHEEL\) \S+ (.*)", (ROOT / "Makefile").read_text())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += words.split()
     building = subprocess.Popen(
         [*command, "-w", str(where), str(ROOT)],
         cwd=where,
@@ -115,7 +117,7 @@ def wheel(tmp_path_factory):
 
 
 def test_wheel(wheel):
-    assert re.fullmatch(r"moelora-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
+    assert re.fullmatch(r"moelora-[\d.]+\+cpu-cp310-abi3-linux_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (n for n in names if n.endswith("/METADATA"))
@@ -129,7 +131,7 @@ def test_wheel(wheel):
     assert not any(n.startswith(("tests", "csrc", "benchmarks", "examples")) for n in names)
     assert "torch>=2.11" in headers.get_all("Requires-Dist")
     assert headers["Requires-Python"] == ">=3.10"
-    assert headers["Version"] == _C.version()
+    assert headers["Version"] == f"{_C.version()}+cpu"
     assert "[vllm.general_plugins]\nmoelora = moelora.integrations.vllm:register" in plugins
     assert "[console_scripts]\nmoelora = moelora_cli:main" in plugins
     assert headers.get_all("Provides-Extra") == ["cli", "hf", "plot", "dev"]
