@@ -310,14 +310,15 @@ release-wheels: $(VENV)/.ready
 	$(AUDIT) -w $(RELEASE)/dist $(RELEASE)/raw/*.whl
 
 # What a release has besides, of the wheels in build/release/dist: checks, a package index in files, bills of
-# materials, the tree of the Hub, notes and checksums. CUDA is the toolkit of the wheels.
-CUDA ?= $(shell $(TOOLKIT) 2> /dev/null)
-HUB = $(PY) release/hub.py $(if $(CUDA),--cuda $(CUDA))
+# materials, the tree of the Hub, notes and checksums. RELEASE_CUDA is
+# the version of the toolkit that the wheels are built with.
+RELEASE_CUDA ?= $(shell $(TOOLKIT) 2> /dev/null)
+HUB = $(PY) release/hub.py $(if $(RELEASE_CUDA),--cuda $(RELEASE_CUDA))
 release-files: $(VENV)/.ready release-notes
 	rm -rf $(RELEASE)/hub $(RELEASE)/index $(RELEASE)/dist/SHA256SUMS
 	$(PY) release/check.py $(RELEASE)/dist $(if $(TAG),--tag $(TAG))
 	$(PY) release/index.py $(RELEASE)/dist --out $(RELEASE)/index
-	$(PY) release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom $(if $(CUDA),--cuda $(CUDA))
+	$(PY) release/sbom.py $(RELEASE)/dist --out $(RELEASE)/sbom $(if $(RELEASE_CUDA),--cuda $(RELEASE_CUDA))
 	$(HUB) $(RELEASE)/hub $(RELEASE)/dist/*.whl
 	tar -czf $(RELEASE)/hub.tar.gz -C $(RELEASE)/hub .
 	cd $(RELEASE)/dist && sha256sum *.whl *.tar.gz > SHA256SUMS

@@ -75,9 +75,7 @@ moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backe
                   "exec.device is %d, expected a moelora_device", (int)exec->device);
   *backend = backend_of(exec->device);
   if (!*backend)
-    return moelora_fail(MOELORA_UNSUPPORTED,
-                        "exec.device is CUDA, but this build of moelora has no "
-                        "CUDA kernels: docs/install.md says which have");
+    return moelora_fail(MOELORA_UNSUPPORTED, "this build has no CUDA kernels: see docs/install.md");
   int32_t index = exec->device == MOELORA_CPU ? 0 : exec->device_index;
   MOELORA_REQUIRE(index >= 0 && index < MOELORA_MAX_DEVICES,
                   "exec.device_index is %d, expected 0 to %d", index, MOELORA_MAX_DEVICES - 1);

@@ -153,8 +153,7 @@ static void test_exec_errors(void) {
   exec.device = MOELORA_CUDA;
   if (!moelora_has_device(MOELORA_CUDA))
     CHECK_FAILS(call_align(&args, &exec), MOELORA_UNSUPPORTED,
-                "exec.device is CUDA, but this build of moelora has no CUDA kernels: "
-                "docs/install.md says which have");
+                "this build has no CUDA kernels: see docs/install.md");
 
   CHECK(moelora_has_device(MOELORA_CPU));
   CHECK_FAILS(moelora_force_variant("gemm_f32_nonsense"), MOELORA_INVALID_ARGUMENT,
