@@ -38,8 +38,11 @@ OF_EXPERTS = re.compile(
     r"\.experts\.(\d+\.|\w+_(blocks|scales)$"
     r"|\w+\.((nested_)?absmax|(nested_)?quant_map|quant_state\.\w+)$)"
 )
-# 16-bit experts in one tensor.
-STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
+# 16-bit experts in one tensor; Granite's checkpoints have names of their own.
+OF_GRANITE = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
+STACKED = re.compile(
+    r"\.(experts\.(gate_up_proj|up_proj|down_proj)|block_sparse_moe\.(in|out)put_linear\.weight)$"
+)
 # Tensors of a quantizer for all experts at once, of schemes that have them for each.
 OF_ALL = re.compile(
     r"\.experts\.[a-z]\w*[._](qweight|weight_packed|weight_scale(_2|_inv)?|weight_global_scale)$"
@@ -156,6 +159,12 @@ class Folder:
         except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch lacks
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
         return tensor
+
+    def stack(self, layer: str, projection: str) -> str | None:
+        """Name of the tensor with all experts of a projection; None if each has its own."""
+        block = layer.rpartition(".")[0]
+        names = f"{layer}.{projection}", f"{block}.{OF_GRANITE.get(projection)}"
+        return next((name for name in names if name in self), None)
 
     def experts_of(self, name: str) -> Any:
         """A stack of experts, each of which is read when its index is asked for."""

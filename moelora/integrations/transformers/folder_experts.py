@@ -149,8 +149,8 @@ class LayerOfFolder:
     ) -> Projections:
         made = []
         for own, shape in zip(self.names, sizes(self.experts), strict=True):
-            gate_up, name = self.gate_up(own), f"{self.layer}.{own}"
-            if name in self.folder:
+            gate_up, name = self.gate_up(own), self.folder.stack(self.layer, own)
+            if name is not None:
                 each = OneByOne(self.folder, name, shape, self.experts.is_transposed)
             else:
                 each = OneByOne(self.folder, self._names(own, shape[0]), shape)
