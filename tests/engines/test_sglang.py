@@ -33,7 +33,9 @@ from sglang_stand_in import (
 
 import moelora
 import moelora.integrations.sglang as moelora_sglang
+from benchmarks.tables import models
 from moelora.integrations.sglang import interface
+from moelora.integrations.sglang.quantized import KINDS
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 pytest_plugins = ["sglang_fixtures"]
@@ -297,6 +299,16 @@ def test_layers_that_no_gpu_kernel_is_for(sglang, monkeypatch, dtype, capability
     capabilities = {layer.w13_weight.device: capability}
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.get)
     assert why in moelora_sglang.reason_against(layer)
+
+
+@pytest.mark.parametrize("activation", models.TAKEN["SGLang"])
+def test_formats_by_activation_are_those_of_the_table_of_models(sglang, activation):
+    """docs/answers.md: formats differ in tensors alone, whatever a layer computes of them."""
+    gpt_oss = {"activation": "silu", "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+    config = gpt_oss if activation == "swigluoai" else {}
+    layer = make_base_layer(Spec(activation=activation).build(), **config)
+    taken = () if moelora_sglang.reason_against(layer) else ("bf16", *(k.about for k in KINDS))
+    assert taken == tuple(form.split()[0] for form in models.TAKEN["SGLang"][activation])
 
 
 def test_a_sglang_without_the_new_runner(sglang, monkeypatch):

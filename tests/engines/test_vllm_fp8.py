@@ -35,7 +35,7 @@ class Fp8Layer(QuantizedLayer):
         super().__init__(vllm, kind, spec, **config)
 
     def quantize(self, weights, name, seed):
-        n, k = self.block or (weights.size(1) // (1 + (name == "w13")), weights.size(2))
+        n, k = self.block or (weights.size(1) // self.halves[name], weights.size(2))
         n = 1 if self.scheme == "fp8_compressed_channel" else n
         blocks = weights.float().unflatten(2, (-1, k)).unflatten(1, (-1, n))
         scales = blocks.abs().amax((2, 4)).clamp(min=1e-6) / 448

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import Spec
-from vllm_layer import load
+from test_vllm_fp8 import FP8, Fp8Layer
+from vllm_layer import HERE, Layer, load
 from vllm_quantized import KINDS, QuantizedLayer, Routed, check_base_rows
+
+from benchmarks.tables import models
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -183,6 +186,23 @@ def test_weights_in_host_memory(own, lines, kind):
 def spec_with_a_way_back(kind):
     """Sizes that Marlin takes."""
     return spec_of(kind, hidden=256, inter=128) if kind in ("gpt_oss", "mxfp4") else spec_of(kind)
+
+
+@pytest.mark.parametrize("activation", models.TAKEN["vLLM"])
+def test_formats_by_activation_are_those_of_the_table_of_models(own, activation):
+    """docs/answers.md."""
+    spec = replace(PLAIN, hidden=256, inter=128, activation=activation, mix="absent")
+    bias = activation == "swigluoai"
+    spec = replace(spec, slices=1 if activation != "silu" else 2, bias=bias)
+    layer = Layer(own, spec.build())
+    taken = {"bf16"} if layer.experts.reason_against(layer.activation) is None else set()
+    for cls, kinds in ((QuantizedLayer, KINDS), (Fp8Layer, FP8)):
+        for kind in kinds:
+            layer = cls(own, kind, spec)
+            if layer.experts is not OWN:
+                name = load(f"{HERE}.formats").FORMATS[cls.kinds[kind].methods[-1]].about
+                taken.add(name.partition(",")[0].partition(" ")[0])
+    assert taken == set(models.TAKEN["vLLM"][activation])
 
 
 @pytest.mark.parametrize("lacks", ["_expert_routing_tables", "moe_backend"])

@@ -7,12 +7,14 @@ import pytest
 from vllm_names import PROJ, VLLM
 from vllm_sources import RELEASES, Sources, needs_sources
 
+from benchmarks.tables import models
 from moelora.adapters import engine_rules
 from moelora.adapters.engine_names import STACKED
 from moelora.integrations.vllm import interface
 from moelora.integrations.vllm.formats import FORMATS
 
 pytestmark = needs_sources
+MODELS = "vllm.model_executor.models"
 
 
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
@@ -47,12 +49,20 @@ def test_methods_are_known_or_not_there(sources, name):
         assert problem.startswith("there is no vllm.")
 
 
+def text_of(sources, model_type):
+    names = VLLM[model_type][0].split()
+    try:
+        texts = (sources.text(n if "." in n else f"{MODELS}.{n}") for n in names)
+        return "\n".join(texts)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"this release has no {error}")
+
+
 @pytest.mark.parametrize("model_type", VLLM)
 def test_models_have_the_names_that_are_written(sources, model_type):
     """`moelora adapters --per-expert` is tested against this table."""
-    files, block, projections, others = VLLM[model_type]
-    names = (f"vllm.model_executor.models.{name}" for name in files.split())
-    text = "\n".join(map(sources.text, names))
+    _, block, projections, others = VLLM[model_type]
+    text = text_of(sources, model_type)
     for attribute in filter(
         None, [block, *(n for name in others.values() for n in name.split("."))]
     ):
@@ -67,11 +77,39 @@ def test_which_models_have_adapters_of_embeddings(sources, model_type):
     """`moelora doctor --lora` goes by the rules of the newest release."""
     if sources.folder != RELEASES[-1]:
         pytest.skip("the rules are those of the newest release")
-    files = VLLM[model_type][0].split()
-    text = "\n".join(sources.text(f"vllm.model_executor.models.{name}") for name in files)
+    text = text_of(sources, model_type)
     there = re.search(r"embedding_modules = \{\S", text) is not None
     assert there == (model_type in engine_rules._EMBEDDINGS)
     assert ("is_3d_moe_weight" in text) == (model_type in STACKED)
+
+
+def bases(sources, module, name):
+    """The names of a class of vLLM and of all that it inherits from."""
+    try:
+        found = sources.find(module, name)
+    except ModuleNotFoundError:  # another package's
+        found = None
+    if found is None:
+        return {name}
+    names = (ast.unparse(parent) for parent in found[1].bases)
+    return {name}.union(*(bases(sources, found[0], parent) for parent in names))
+
+
+@pytest.mark.parametrize("model", models.MODELS.values(), ids=lambda model: model.model_type)
+def test_models_that_people_name_have_adapters_in_the_newest_release(sources, model):
+    """And the activation by which docs/answers.md finds their formats."""
+    if sources.folder != RELEASES[-1]:
+        pytest.skip("the page is of the newest release")
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    name = names[models.AS.get(model.model_type, model.model_type)]
+    registry = sources.text(f"{MODELS}.registry")
+    module, cls = re.search(rf"(?i)'{name}': \('([\w.]+)', '(\w+)'\)", registry).groups()
+    module = module if "." in module else f"{MODELS}.{module}"
+    assert "SupportsLoRA" in bases(sources, module, cls)
+    text = sources.text(module)
+    assert ("activation='swigluoai'" in text) == (model.activation == "swigluoai")
+    assert ("activation_without_mul(" in text) == (model.activation == "relu2")
 
 
 KEYS = [

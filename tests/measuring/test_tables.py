@@ -5,6 +5,7 @@ import re
 
 import pytest
 from checkout import needs_checkout
+from vllm_names import VLLM
 
 from benchmarks import ROOT, tables
 from benchmarks.compare.__main__ import COMMANDS
@@ -47,6 +48,14 @@ def test_files_name_variants_of_this_tree():
     """What was measured of code that is gone is measured again, or taken out."""
     for path in (ROOT / "benchmarks/results").glob("*.json"):
         assert set().union(*map(gone, tables.files.read(path)[1])) == set(), path.name
+
+
+@needs_checkout
+def test_adapters_for_vllm_are_of_models_whose_names_are_compared():
+    """With vLLM's sources, by tests/engines/test_vllm_sources.py."""
+    reached, named = tables.models.architectures(), tables.models.MODELS.values()
+    of_pairs = [m for m in named if tables.models.of_vllm(m, reached) == "`--per-expert`"]
+    assert {tables.models.AS.get(m.model_type, m.model_type) for m in of_pairs} <= VLLM.keys()
 
 
 @needs_checkout

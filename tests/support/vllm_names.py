@@ -1,8 +1,8 @@
 """What vLLM calls the layers of its models, where transformers has other names.
 
-Each row: the files in vllm/model_executor/models, the attribute of a decoder layer that holds the
-experts, what `get_expert_mapping` calls an expert's gate, down and up projection, and the names of
-other layers of a decoder layer, transformers' first.
+Each row: the files (modules, or names in vllm/model_executor/models), the attribute of a decoder
+layer that holds the experts, what `get_expert_mapping` calls an expert's gate, down and up
+projection, and the names of other layers of a decoder layer, transformers' first.
 """
 
 PROJ, W123 = ("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3")
@@ -11,6 +11,12 @@ BLOCK = "block_sparse_moe"
 VLLM = {
     "afmoe": ("afmoe", "mlp", PROJ, {"mlp.router.gate": "mlp.gate"}),
     "deepseek_v3": ("deepseek_v2", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
+    "deepseek_v32": (
+        "vllm.models.deepseek_v32.nvidia.model deepseek_v2",
+        "mlp",
+        PROJ,
+        {"mlp.gate": "mlp.gate"},
+    ),
     "ernie4_5_moe": ("ernie45_moe", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
     "exaone_moe": ("exaone_moe", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
     "gemma4_text": ("gemma4", "", PROJ, {"router.proj": "router.proj"}),

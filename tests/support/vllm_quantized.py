@@ -91,6 +91,7 @@ class QuantizedLayer(Layer):
         self.kind = self.kinds[kind]
         self.changes = config.pop("changes", lambda layer: None)
         p = fitted(spec, spec.dtype).build()
+        self.halves = {"w13": 1 + (spec.activation != "relu2"), "w2": 1}  # with a scale each
         self.numbers = {
             name: self.quantize(getattr(p, name), name, spec.seed + i)
             for i, name in enumerate(("w13", "w2"))
@@ -102,7 +103,7 @@ class QuantizedLayer(Layer):
         super().__init__(vllm, replace(p, **dense), device, **config)
 
     def quantize(self, weights: Tensor, name: str, seed: int):
-        if self.kind.format.name != "nvfp4" or name == "w2":
+        if self.kind.format.name != "nvfp4" or self.halves[name] == 1:
             return quantize(weights, self.kind.format, seed)
         gate, up = (quantize(half, self.kind.format, seed) for half in weights.chunk(2, 1))
         return replace(  # two tensors, each with a scale of its own
@@ -202,6 +203,8 @@ class QuantizedLayer(Layer):
             parameter = getattr(self.routed, f"{name}_{part}")
             if getattr(parameter, "is_transposed", False) and part.startswith("weight_"):
                 tensor = tensor.transpose(1, 2)
+            if parameter.dim() == 1:  # one scale for each expert
+                tensor = tensor.squeeze(1)
             write(parameter.data, tensor, halves=name == "w13" and self._halves(part))
 
     def _halves(self, part: str) -> bool:
@@ -216,10 +219,10 @@ class QuantizedLayer(Layer):
         return {"weight_packed": by_bytes(n.q), "weight_scale": n.scales}
 
     def _nvfp4_modelopt(self, n: Numbers) -> dict[str, Tensor]:
-        return self._mxfp4(n) | {"weight_scale_2": scales(n)}
+        return self._mxfp4(n) | {"weight_scale_2": n.of_tensor}
 
     def _nvfp4_compressed_tensors(self, n: Numbers) -> dict[str, Tensor]:
-        return self._mxfp4_compressed_tensors(n) | {"weight_global_scale": 1 / scales(n)}
+        return self._mxfp4_compressed_tensors(n) | {"weight_global_scale": 1 / n.of_tensor}
 
     def _gptq(self, n: Numbers) -> dict[str, Tensor]:
         return {"qweight": by_words(n.q).transpose(1, 2), "scales": n.scales.transpose(1, 2)}
@@ -240,11 +243,6 @@ class QuantizedLayer(Layer):
     def __call__(self, **changes) -> Tensor:
         weights = {"w1": self.routed.w13_weight, "w2": self.routed.w2_weight}
         return super().__call__(**weights | changes)
-
-
-def scales(n: Numbers) -> Tensor:
-    """Of gate and up (E, 2); of one tensor (E,)."""
-    return n.of_tensor if n.of_tensor.size(1) == 2 else n.of_tensor.squeeze(1)
 
 
 def check_base_rows(cls: type[QuantizedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
