@@ -1,7 +1,8 @@
-"""The command `moelora <command>`, also `python -m moelora <command>`.
+"""The command `moelora <command>`.
 
 A module beside the package, since `import moelora` imports torch: help, typos and the version need
-neither. Only the module of the command that runs is imported.
+neither. Only the module of the command that runs is imported. `python -m moelora` is the same after
+these imports, for Python imports a package before its `__main__`.
 """
 
 from __future__ import annotations

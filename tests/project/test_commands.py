@@ -155,6 +155,36 @@ print(sorted({{"moelora", "torch", "numpy", "rich"}} & sys.modules.keys()))
     assert all(about in " ".join(done.stderr.split()) for _, about in COMMANDS.values())
 
 
+# Each prints what a shell offers after the line in $2, one word a line, by the script in $1.
+BASH = r"""
+source "$1"
+COMP_WORDS=($2); [[ $2 == *' ' ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+function=$(complete -p moelora) && function=${function##*-F } && function=${function% *}
+$function moelora "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+FISH = "source $argv[1]; complete -C $argv[2] | string replace -r '\t.*' ''"
+ZSH = r"""
+zmodload zsh/zpty
+zpty shell zsh -f -i
+print -r -- '
+PROMPT=; autoload -U compinit; compinit -u -D; eval "$(<'$1')"
+before () { print; print BEGIN }; after () { print END; exit }
+compprefuncs=(before); comppostfuncs=(after)
+compadd () {
+  [[ ${@[1,(i)(-|--)]} == *-(O|A|D)\ * ]] && { builtin compadd "$@"; return }
+  local -a hits; builtin compadd -A hits "$@"; print -rl -- $hits
+}
+bindkey "^I" complete-word; zstyle ":completion:*" insert-tab false; print -r -- READY' > $1.rc
+zpty -w shell "source $1.rc"
+while zpty -r shell line; do [[ $line == READY* ]] && break; done
+zpty -n -w shell "$2"$'\t'
+while zpty -r shell line; do [[ $line == BEGIN* ]] && break; done
+while zpty -r shell line; do [[ $line == END* ]] && break; print -r -- $line; done
+"""
+
+
 @pytest.fixture(scope="module", params=["bash", "zsh", "fish"])
 def complete(request, tmp_path_factory):
     """Function that completes a line in a shell, as the printed script lets it."""
@@ -164,21 +194,12 @@ def complete(request, tmp_path_factory):
     script = tmp_path_factory.mktemp("completion") / shell
     with script.open("w") as file, contextlib.redirect_stdout(file):
         assert main(["completion", shell]) == 0
+    first = {"bash": ["-c", BASH, "-"], "zsh": ["-f", "-c", ZSH, "-"], "fish": ["-c", FISH]}[shell]
 
     def words(line):
-        if shell == "fish":
-            code = f"source {script}; complete -C '{line}'"
-        else:  # zsh calls bash's functions so
-            emulated = "emulate -L sh; setopt ksharrays;" if shell == "zsh" else ""
-            code = f"""source {script}
-ask() {{ {emulated} COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _moelora; }}
-ask {line} {"''" if line.endswith(" ") else ""}; printf '%s\n' "${{COMPREPLY[@]}}" """
-        command = [shell, "-f", "-c", code] if shell == "zsh" else [shell, "-c", code]
+        command = [shell, *first, str(script), line]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        offered = {text.split("\t")[0] for text in done.stdout.splitlines()} - {""}
-        if shell == "zsh":  # it selects what begins as the word does
-            offered = {word for word in offered if word.startswith(line.split(" ")[-1])}
-        return offered
+        return set(done.stdout.split())
 
     return words
 
