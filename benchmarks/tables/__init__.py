@@ -50,6 +50,8 @@ MADE = {
     "serving_adapters": (None, serving.serving_adapters),
     "alternatives": (None, serving.alternatives),
     "decode_ratios": (None, serving.decode_ratios),
+    "output_differences": (None, engines.output_differences),
+    "reference_distances": (None, engines.reference_distances),
     "engine_bits": ("e2e-invariance", engines.engine_bits),
     "training_peers": ("training", training.training_peers),
     "training_peers_64": ("training-64", lambda: training.training_peers("training-64")),
@@ -72,7 +74,6 @@ COMPUTED = {  # without commits and dates
     "models": models.table,
     "cpu_ranges": lambda: wrapped(layers.cpu_ranges()),
     "cpu_amx_ranges": lambda: wrapped(layers.cpu_amx_ranges()),
-    "sglang_answers": lambda: wrapped(engines.sglang_answers()),
     "training_alternatives": lambda: wrapped(training.training_alternatives()),
 }
 

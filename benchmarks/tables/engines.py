@@ -1,7 +1,7 @@
 """Tables and sentences of engines: vLLM and SGLang, with and without moelora."""
 
 from benchmarks.tables.files import load, rows_of
-from benchmarks.tables.text import span, wrapped
+from benchmarks.tables.text import markdown, span, wrapped
 
 
 def release(engine, topic):
@@ -9,21 +9,59 @@ def release(engine, topic):
     return f"{engine} {load(topic)[0][engine.lower()]}"
 
 
-def sglang_answers():
-    rows = rows_of("e2e-answers-sglang")
-    distances = [row for row in rows if row["topic"] == "distance"]
-    ours, theirs = (span([row[e] for row in distances], 3) for e in ("moelora, v2", "sglang, v2"))
-    moved = span([row["moved"] for row in rows if row["topic"] == "acts"], 1)
-    answers = [row for row in rows if row["topic"] == "answers"]
-    both = [row for row in answers if row["compared"] == "moelora, v2, sglang, v2"]
-    alone = [row for row in answers if row["compared"] == "moelora, v2: mixed, each alone"]
-    wider = sum(row["requests"] - row["same_tokens"] - row["near_ties"] for row in both)
-    same = all(row["requests"] == row["same_tokens"] for row in alone)
-    return f"""In {release("SGLang", "e2e-answers-sglang")} log-probabilities differ from
-        transformers in float32 with merged adapters by medians of {ours}, SGLang's own by {theirs},
-        where the models themselves differ by {moved}. Greedy replies diverge from SGLang's at
-        near-ties, and in {wider} of {sum(row["requests"] for row in both)} requests at a wider
-        gap. A request gets {"the same" if same else "another reply"} in a mixed batch and alone."""
+# Files of answers: engine, what it ran, topic, the run with moelora and the one without.
+BOTH = (
+    ("vLLM", "bf16", "e2e-invariance", "moelora", "vllm"),
+    ("vLLM", "FP8", "e2e-sampler-fp8", "moelora", "vllm"),
+)
+WITH_REFERENCE = (
+    ("SGLang", "bf16", "e2e-answers-sglang", "moelora, v2", "sglang, v2"),
+    ("SGLang", "FP8", "e2e-answers-sglang-fp8", "moelora, v2", "sglang, v2"),
+    ("SGLang", "NVFP4", "e2e-answers-sglang-marlin", "moelora, marlin", "sglang, marlin"),
+)
+SHARDED = tuple(
+    ("vLLM", f"bf16, four GPUs, {way}", "e2e-answers-parallel-4", f"moelora {way}", f"vllm {way}")
+    for way in ("tensor", "expert", "fully sharded")
+)
+
+
+def output_differences():
+    """Of the base model and four adapters: prompts' log-probabilities, and greedy replies, with
+    moelora and without."""
+    said = []
+    for engine, form, topic, ours, theirs in (*BOTH, *WITH_REFERENCE):
+        answers = [row for row in rows_of(topic) if row["topic"] == "answers"]
+        both = [row for row in answers if row["compared"] == f"{ours}, {theirs}"]
+        alone = [row for row in answers if row["compared"] == f"{ours}: mixed, each alone"]
+        requests, same, ties = (
+            sum(row[name] for row in both) for name in ("requests", "same_tokens", "near_ties")
+        )
+        most = f"{max(row['prompt_max'] for row in both):.1f}"
+        middle = span([row["prompt_median"] for row in both], 3)
+        counts = [f"{n} of {requests}" for n in (same, ties, requests - same - ties)]
+        kept = all(
+            row["prompt_max"] == 0 and row["same_tokens"] == row["requests"] for row in alone
+        )
+        name = release(engine, topic)
+        tie = f"{both[0]['near_tie']:.1f}"
+        said.append([f"{name}, {form}", middle, most, *counts, tie, "yes" if kept else "no"])
+    titles = ["engine, experts", "median", "largest", "equal replies", "part at a near-tie"]
+    titles += ["at a wider gap", "a near-tie: up to", "a request alone and in a mixed batch: equal"]
+    return markdown(titles, said)
+
+
+def reference_distances():
+    """Medians of the base model and of each adapter: distances to the model in float32 with merged
+    adapters, and how far each adapter moves what an engine answers."""
+    said = []
+    for engine, form, topic, ours, theirs in (*WITH_REFERENCE, *SHARDED):
+        rows = rows_of(topic)
+        distances = [row for row in rows if row["topic"] == "distance" and ours in row]
+        spans = (span([row[run] for row in distances], 3) for run in (ours, theirs))
+        moved = [r["moved"] for r in rows if r["topic"] == "acts" and r["compared"] == ours]
+        said.append([f"{release(engine, topic)}, {form}", *spans, span(moved, 1)])
+    titles = ["engine, experts", "with moelora", "the engine's own kernels", "without the adapter"]
+    return markdown(titles, said)
 
 
 def engine_bits():
