@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tomllib
 import torch
-from test_vllm_update import BAD, given, serves, versions, vllm_update  # noqa: F401
+from test_vllm_update import BAD, given, serves, shared, versions, vllm_update  # noqa: F401
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LLM
 
@@ -117,7 +117,10 @@ def test_versions_are_models_of_the_server(server):
     assert versions(server.engine) == ["code@1", "law@2", "law@3", "law@4"]  # "b" runs on law@2
 
 
-@pytest.mark.parametrize("bad", [b for b in BAD if "path" not in b and b != "nothing"])
+LOCAL = {"a path", "a path in a pair", "nothing", *(b for b in BAD if callable(BAD[b][0]))}
+
+
+@pytest.mark.parametrize("bad", [b for b in BAD if b not in LOCAL])
 def test_what_a_worker_refuses_leaves_all_as_it_was(server, bad):
     server.post(packed({"law": given(1)}))
     value, why = BAD[bad]
@@ -167,6 +170,11 @@ def test_other_bodies_and_names_are_refused(server, bad):
 def test_names_that_versions_have_are_refused(served, name):
     with pytest.raises(ValueError, match="name"):
         packed({name: given(1)})
+
+
+def test_a_handle_of_shared_tensors_is_no_body(served):
+    with pytest.raises(ValueError, match="'law': tensors is SharedTensors.*wanted tensors by name"):
+        packed({"law": shared()})
 
 
 def of_replicas(server):

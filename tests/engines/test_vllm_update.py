@@ -1,14 +1,19 @@
 """`update_adapters`: all ranks switch or none, and each request ends on the version it began on."""
 
 import asyncio
+import gc
+import multiprocessing
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import needs_gpu
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, K, R
+from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, R
 
 pytest_plugins = ["vllm_fixtures"]
 SCALING = 4.0
@@ -34,10 +39,12 @@ def shapes():
     return found
 
 
-def adapter(seed, rank=2):
+def adapter(seed, rank=2, stacks=False):
     """(config, tensors), and the products that serve it."""
     draws = torch.Generator().manual_seed(seed)
     tensors, products = {}, {}
+    if stacks:
+        return stacked(draws, rank)
     for name, (wide, tall) in shapes().items():
         a, b = (torch.randn(s, generator=draws) for s in ((rank, wide), (tall, rank)))
         tensors[f"base_model.model.{name}.lora_A.weight"] = a
@@ -47,13 +54,32 @@ def adapter(seed, rank=2):
     return ({"r": rank, "lora_alpha": SCALING * rank, "target_modules": modules}, tensors), products
 
 
+def stacked(draws, rank):
+    """Experts as PEFT's `target_parameters`; the products are those of its own shapes."""
+    tensors, products = {}, {}
+    for name in LAYERS:
+        for key, up, (wide, tall) in (
+            (f"{name}.base_layer", True, (K, 2 * I)),
+            (name, False, (I, K)),
+        ):
+            a = torch.randn(E, rank, wide, generator=draws)
+            b = torch.randn(tall, rank, E, generator=draws)
+            tensors[f"base_model.model.{key}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"base_model.model.{key}.lora_B.weight"] = b.flatten(1)
+            for e in range(E):
+                both = (SCALING * b[:, :, e] @ a[e]).chunk(2 if up else 1)
+                for p, one in zip(("gate_proj", "up_proj") if up else ("down_proj",), both):
+                    products[f"{name}.{e}.{p}"] = one
+    return ({"r": rank, "lora_alpha": SCALING * rank, "target_modules": []}, tensors), products
+
+
 def given(seed, **options):
     return adapter(seed, **options)[0]
 
 
-def serves(found, seed):
+def serves(found, seed, **options):
     """On all ranks, all of an adapter, with its scaling once."""
-    serves_products(found, adapter(seed)[1])
+    serves_products(found, adapter(seed, **options)[1])
 
 
 def serves_products(found, every):
@@ -97,6 +123,63 @@ def test_requests_end_on_their_version_and_begin_on_the_new_one(llm):
     assert versions(engine) == ["code@1", "law@2", "law@5", "law@6"]  # "b" runs on law@2
 
 
+@pytest.mark.parametrize("stacks", [False, True])
+def test_experts_have_a_pair_each_or_stacks(llm, stacks):
+    """As PEFT writes them, although vLLM keeps gate and up of these layers apart."""
+    engine = llm.llm_engine
+    for seed in (1, 2):
+        found = update.update_adapters(llm, {"law": given(seed, stacks=stacks), "code": given(3)})
+        engine.add_request("a", found["law"])
+        engine.add_request("b", found["code"])
+        step = engine.step()
+        serves(step["a"], seed, stacks=stacks), serves(step["b"], 3)
+    for worker in engine.workers:
+        assert not worker.model_runner.lora_manager._adapter_manager._enable_mixed_moe_lora_format
+
+
+def trainer(device, handles, answers):
+    """A process that shares the tensors of two adapters, and ends once they were answered."""
+    config, tensors = given(1, stacks=True)
+    shared = handle_module().share_tensors({k: t.to(device) for k, t in tensors.items()})
+    handles.put((config, shared))
+    answers.get()
+    del shared
+    gc.collect()
+    handles.put(None)
+    answers.get()
+
+
+def handle_module():
+    return load(f"{HERE}.handles")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def other_process(request):
+    """What a trainer in another process has put into its queue, and how to answer it."""
+    context = multiprocessing.get_context("spawn")
+    handles, answers = context.Queue(), context.Queue()
+    process = context.Process(target=trainer, args=(request.param, handles, answers), daemon=True)
+    process.start()
+    yield partial(handles.get, timeout=100), partial(answers.put, None)
+    process.kill()
+    process.join()
+
+
+def test_another_process_shares_its_tensors(llm, other_process):
+    """As handles, of which msgpack takes all fields; and until it drops them."""
+    take, answer = other_process
+    config, shared = take()
+    request = update.update_adapters(llm, {"law": (config, shared)})["law"]
+    answer()
+    assert take() is None
+    with pytest.raises(ValueError, match="shared tensors are gone: keep what share_tensors"):
+        update.update_adapters(llm, {"law": (config, shared)})
+    answer()
+    llm.llm_engine.add_request("a", request)
+    serves(llm.llm_engine.step()["a"], 1, stacks=True)
+    assert versions(llm.llm_engine) == ["law@1"]
+
+
 def test_an_eviction_brings_back_the_current_one_scaled_once():
     llm = LLM(max_loras=1, max_cpu_loras=1)
     law, seeds = given(1), {"law": 3, "code": 2}
@@ -130,8 +213,15 @@ def changed(config=None, key=r"layers\.1.*\.2\.gate_proj\.lora_B", tensor=None, 
     return old | (config or {}), tensors | more
 
 
-def without(key):
+def shared(**fields):
+    """Tensors of this process, as if of another one."""
     config, tensors = given(9)
+    made = handle_module().share_tensors(tensors)
+    return config, replace(made, buffer=None, **{"process": "another"} | fields)
+
+
+def without(key, **options):
+    config, tensors = given(9, **options)
     return config, {name: t for name, t in tensors.items() if not re.search(key, name)}
 
 
@@ -141,6 +231,13 @@ def nan(tensor):
 
 ONE = r"layers\.1.*\.2\.gate_proj\.lora_B"
 BAD = {
+    "this process": (
+        lambda: shared(process=handle_module()._process()),
+        "are of the engine's process: pass them without share_tensors",
+    ),
+    "another GPU": (lambda: shared(device="GPU-7"), "on GPU GPU-7, which this worker does not see"),
+    "no longer there": (lambda: shared(), "the shared tensors are gone"),
+    "one stack": (without("base_layer", stacks=True), "'law@2'"),
     "columns": (
         changed(key="o_proj.lora_A", tensor=lambda t: t[:, :-1]),
         "factors .* wanted 16 col",
@@ -174,6 +271,7 @@ def test_bad_input_is_refused_before_anything_switches(llm, bad):
     engine = llm.llm_engine
     request = update.update_adapters(llm, {"law": given(1)})["law"]
     value, why = BAD[bad]
+    value = value() if callable(value) else value
     with pytest.raises(ValueError, match=why):
         update.update_adapters(llm, {"code": given(2), "law": value})
     assert versions(engine) == ["law@1"]

@@ -106,7 +106,7 @@ class LoRAModelManager:
         self.model = torch.nn.ModuleList(self.modules.values())
         self._registered_adapters, self._active_adapters = OrderedDict(), OrderedDict()
         self.lora_index_to_id = [None] * self.lora_slots
-        self._last_mapping = None
+        self._last_mapping, self._enable_mixed_moe_lora_format = None, False
         meta = SimpleNamespace(token_lora_mapping=torch.empty(0, dtype=torch.int32))
         self.punica_wrapper_mapping = {"language_model": SimpleNamespace(token_mapping_meta=meta)}
 
@@ -127,6 +127,32 @@ class LoRAModelManager:
                 del lora_model.loras[one]
         for lora in lora_model.loras.values():
             lora.optimize()
+        if self._enable_mixed_moe_lora_format and lora_model.is_3d_lora_weight:
+            for name in LAYERS:
+                self._convert_3d_to_2d_moe_lora(lora_model, name)
+
+    def _convert_3d_to_2d_moe_lora(self, lora_model, name):
+        gate_up, down = (lora_model.loras.get(n) for n in (f"{name}.base_layer", name))
+        if gate_up is None or down is None:
+            return
+        (w13_a, w13_b), (w2_a, w2_b) = (
+            (
+                one.lora_a.reshape(E, -1, one.lora_a.shape[-1]),
+                one.lora_b.reshape(one.lora_b.shape[0], -1, E).permute(2, 0, 1),
+            )
+            for one in (gate_up, down)
+        )
+        half = w13_b.shape[1] // 2
+        down.lora_a, down.lora_b = [w13_a, w2_a, w13_a], [w13_b[:, :half], w2_b, w13_b[:, half:]]
+        del lora_model.loras[f"{name}.base_layer"]
+
+    def _validate_moe_lora_format(self, lora_model):
+        if self._enable_mixed_moe_lora_format and lora_model.is_3d_lora_weight:
+            return
+        for name in LAYERS:
+            lora = lora_model.loras.get(name)
+            if lora is not None and torch.is_tensor(lora.lora_a):
+                raise ValueError("contains fused 3D MoE weights")
 
     def _get_lora_layer_weights(self, lora_model, module_name):
         return lora_model.loras.get(module_name)
@@ -135,6 +161,7 @@ class LoRAModelManager:
         if adapter.id in self._registered_adapters:
             self._registered_adapters.move_to_end(adapter.id)
             return False
+        self._validate_moe_lora_format(adapter)
         self._create_merged_loras_inplace(adapter)
         self._registered_adapters[adapter.id] = adapter
         return True
@@ -189,6 +216,7 @@ class WorkerLoRAManager:
             moe_ep_spec=None,
         )
         lora.is_3d_lora_weight = lora_request.is_3d_lora_weight
+        self._adapter_manager._validate_moe_lora_format(lora)
         return lora
 
     def list_adapters(self):
@@ -211,6 +239,8 @@ class WorkerLoRAManager:
 
 
 class Worker:
+    device = torch.device("cuda", 0)
+
     def __init__(self, lora_config):
         self.model_runner = SimpleNamespace(lora_manager=WorkerLoRAManager(lora_config))
 

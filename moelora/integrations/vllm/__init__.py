@@ -37,6 +37,7 @@ UNEXPECTED = AttributeError, TypeError  # where an object of another release is 
 __all__ = [
     "pack_adapters",
     "register",
+    "share_tensors",
     "update_adapters",
     "update_adapters_async",
 ]
@@ -162,6 +163,7 @@ def _install() -> None:
         methods.install()
 
 
+from moelora.integrations.vllm.handles import share_tensors  # noqa: E402
 from moelora.integrations.vllm.route import pack_adapters  # noqa: E402
 from moelora.integrations.vllm.update import (  # noqa: E402 # which wraps by the functions above
     update_adapters,

@@ -49,7 +49,7 @@ def pack_adapters(adapters: update.Adapters) -> bytes:
     tensors: dict[str, Tensor] = {}
     configs = {}
     for name, given in adapters.items():
-        config, found = update.checked(name, given)
+        config, found = update.checked(name, given, handles=False)
         configs[name] = json.dumps(config)
         tensors |= {f"{name}/{key}": update.on_host(tensor) for key, tensor in found.items()}
     return save(tensors, metadata=configs)

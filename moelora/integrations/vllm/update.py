@@ -17,21 +17,24 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from moelora.adapters.factors import first_not_finite
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
 from moelora.integrations.vllm import SWITCH, travel, wrap
+from moelora.integrations.vllm.handles import SharedTensors, opened
 
 PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
 FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
 
-Adapters: TypeAlias = "Mapping[str, tuple[Any, Mapping[str, Tensor]]]"
+Adapters: TypeAlias = "Mapping[str, tuple[Any, Mapping[str, Tensor] | SharedTensors]]"
 
 _engines = itertools.count()
 _known: set[str] = set()  # paths of versions that requests of this process may name
@@ -63,8 +66,9 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
         With `enable_lora`. For an `AsyncLLM`: `update_adapters_async`.
     adapters : mapping
         Name -> (config, tensors): the content of adapter_config.json or PEFT's `LoraConfig`, and
-        the tensors of adapter_model.safetensors by name, which are copied. Versions stay on the
-        device that they are on, GPU or CPU, for as long as they are served.
+        the tensors of adapter_model.safetensors by name, or what `share_tensors` made of them in
+        another process; they are copied. Experts are in PEFT's stacks or have a pair each. Versions
+        stay on the device that they are on, GPU or CPU, for as long as they are served.
 
     Returns
     -------
@@ -86,7 +90,7 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
     -----
     Requests that run end on their version. The last two versions stay, and others that requests
     run on; a request that names another one is refused as it is added. An engine in a process of
-    its own gets tensors as bytes in the form of safetensors.
+    its own gets tensors as bytes in the form of safetensors, and shared ones as handles.
     """
     update = _update(getattr(llm, "llm_engine", llm), adapters)
     try:
@@ -141,11 +145,13 @@ async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
         version = f"{name}@{number}"
         if version in (running or ()):
             raise ValueError(f"adapter {name!r}: a request runs on another LoRA named {version!r}")
-        stacks = any(".experts.lora_" in key or ".experts.base_layer." in key for key in tensors)
+        handle = isinstance(tensors, SharedTensors)
+        keys = [key for key, *_ in tensors.index] if handle else tensors
+        stacks = any(".experts.lora_" in key or ".experts.base_layer." in key for key in keys)
         options = {"is_3d_lora_weight": True} if stacks else {}
         path = registry.prefix + version
         new[name] = LoRARequest(version, next(registry.ids), path, **options)
-        packed = tensors if shared else _bytes(tensors)
+        packed = tensors.plain() if handle else tensors if shared else _bytes(tensors)
         payload.append((version, new[name].lora_int_id, path, bool(stacks), config, packed))
     kept = {
         name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
@@ -165,8 +171,9 @@ async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
     return new
 
 
-def checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """The configuration and the tensors of an adapter; ValueError for another form or name."""
+def checked(name: str, given: Any, handles: bool = True) -> tuple[dict[str, Any], Any]:
+    """The configuration and the tensors of an adapter, or their handle; ValueError for another form
+    or name."""
     check_name(name)
     if "@" in name or "/" in name:
         raise ValueError(f"adapter {name!r} has @ or / in its name, which versions have")
@@ -179,11 +186,14 @@ def checked(name: str, given: Any) -> tuple[dict[str, Any], Mapping[str, Tensor]
             f"adapter {name!r}: config is a {type(config).__name__}, wanted the content of "
             "adapter_config.json or a LoraConfig: files are not read here"
         )
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise ValueError(f"adapter {name!r}: tensors is {tensors!r:.80}, wanted tensors by name")
-    for key, tensor in tensors.items():
-        if not isinstance(key, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"adapter {name!r}: {key!r:.200} is not a tensor by name")
+    if not (handles and isinstance(tensors, SharedTensors)):
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise ValueError(
+                f"adapter {name!r}: tensors is {tensors!r:.80}, wanted tensors by name"
+            )
+        for key, tensor in tensors.items():
+            if not isinstance(key, str) or not isinstance(tensor, Tensor):
+                raise ValueError(f"adapter {name!r}: {key!r:.200} is not a tensor by name")
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise ValueError(f"adapter {name!r}: its config has no {missing[0]}")
     plain = json.dumps(dict(config), default=lambda v: sorted(v) if isinstance(v, set) else str(v))
@@ -250,21 +260,40 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
 
                 tensors = load(bytes(tensors))
             options = {"is_3d_lora_weight": True} if stacks else {}
-            _reading[path] = config, tensors
+            inner = manager._adapter_manager
             try:
-                model = manager._load_adapter(LoRARequest(version, number, path, **options))
-                manager._adapter_manager._create_merged_loras_inplace(model)
-                _check(manager._adapter_manager, model)
+                handle = isinstance(tensors, (list, tuple))
+                _reading[path] = config, opened(tensors, worker) if handle else tensors
+                with _splitting(inner, stacks):
+                    model = manager._load_adapter(LoRARequest(version, number, path, **options))
+                    inner._create_merged_loras_inplace(model)
+                _check(inner, model)
+                if handle and torch.cuda.is_initialized():  # before the other process writes again
+                    torch.cuda.current_stream().synchronize()
             except Exception as error:
                 raise ValueError(f"adapter {version!r}: {shown(error)}") from error
             finally:
-                del _reading[path]
+                _reading.pop(path, None)
             model._moelora_merged = True
             staged[path] = model
     except Exception as error:  # one that leaves a worker would end the engine
         return str(error)
     _store(manager).staged = staged
     return None
+
+
+@contextmanager
+def _splitting(inner: Any, stacks: bool) -> Iterator[None]:
+    """vLLM splits PEFT's stacks for layers that have gate and up apart, as it does under
+    `enable_mixed_moe_lora_format`: a few tensors of a layer take the place of six an expert."""
+    name = "_enable_mixed_moe_lora_format"
+    mixed = getattr(inner, name, False)
+    shared = getattr(inner, "_enable_moe_shared_loras", False)
+    setattr(inner, name, mixed or (stacks and not shared))
+    try:
+        yield
+    finally:
+        setattr(inner, name, mixed)
 
 
 def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:

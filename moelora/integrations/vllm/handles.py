@@ -1,0 +1,154 @@
+"""Tensors of another process of this machine, without a pipe or a disk: `share_tensors`.
+
+    trainer   handle = share_tensors(tensors); queue.put((config, handle)); ...; del handle
+    engine    update_adapters(llm, {"law": queue.get()})
+    workers   `opened`: views of the trainer's buffer, by CUDA IPC or in shared memory
+
+All tensors are copied to one buffer, so that a worker opens one handle, whose fields are numbers,
+strings and bytes: none is a pickle. The buffer begins with a random token that the handle repeats.
+A trainer erases it with the buffer, so a worker tells what is gone from what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora.integrations import shown
+from moelora.operators.checks import dtype_name
+
+ALIGN = 256  # bytes, as of allocations; the token has the first
+_TOKEN = 16
+_started = secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """What `share_tensors` returns. It can be pickled, for queues; a copy does not keep the tensors.
+
+    Attributes
+    ----------
+    device : str
+        UUID of the GPU, or "cpu".
+    nbytes : int
+        Size of the buffer.
+    """
+
+    device: str
+    nbytes: int
+    process: str
+    token: bytes
+    storage: tuple[Any, ...]  # fields of torch's handle
+    index: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, first byte
+    buffer: Tensor | None = field(compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"buffer": None}
+
+    def plain(self) -> list[Any]:
+        """All fields but the buffer, for `opened`."""
+        fields = (self.device, self.nbytes, self.process, self.token, self.storage, self.index)
+        return [*fields]
+
+
+def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
+    """Copy tensors to a buffer that an engine in another process reads.
+
+    Parameters
+    ----------
+    tensors : mapping
+        Name -> tensor, all on one GPU or all on the host: of `LoraSlot.tensors(host=False)` for
+        instance. They may be written as soon as this returns.
+
+    Returns
+    -------
+    SharedTensors
+        For `update_adapters`, in the place of tensors. Keep it until the engine has answered; the
+        buffer goes with it.
+
+    Raises
+    ------
+    ValueError
+        There are no tensors, or they are on several devices.
+    """
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1:
+        raise ValueError(f"tensors are on {sorted(map(str, devices))}, wanted one device")
+    index, nbytes = [], ALIGN
+    for name, tensor in tensors.items():
+        index.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), nbytes))
+        nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+    token, (device,) = secrets.token_bytes(_TOKEN), devices
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    buffer[:_TOKEN].copy_(_tensor_of(token))
+    for name, view in _views(buffer, index):
+        view.copy_(tensors[name].detach())
+    storage: Any = buffer.untyped_storage()
+    if device.type == "cuda":
+        uuid, (_, *fields) = _uuid(device), storage._share_cuda_()
+        # torch would keep a buffer whose handle no process opens. Here the handle's owner keeps it.
+        storage._release_ipc_counter(*fields[3:5], device=device)
+    else:
+        uuid, fields = "cpu", storage._share_filename_cpu_()
+    shared = SharedTensors(uuid, nbytes, _process(), token, tuple(fields), tuple(index), buffer)
+    weakref.finalize(shared, buffer[:_TOKEN].zero_).atexit = False
+    return shared
+
+
+def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
+    """The tensors of a handle, on the host or a worker's GPU: views of the other process's buffer,
+    unless that is on another GPU. ValueError if they cannot be read."""
+    uuid, nbytes, process, token, fields, index = plain
+    if process == _process():
+        raise ValueError("the tensors are of the engine's process: pass them without share_tensors")
+    try:
+        if uuid == "cpu":
+            storage: Any = torch.UntypedStorage._new_shared_filename_cpu(*fields)
+        else:
+            numbers = range(torch.cuda.device_count())
+            local = next((n for n in numbers if _uuid(torch.device("cuda", n)) == uuid), None)
+            if local is None:
+                raise ValueError(
+                    f"the tensors are on GPU {uuid}, which this worker does not see: share them on "
+                    "one of its GPUs, or on the host"
+                )
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            storage = torch.UntypedStorage._new_shared_cuda(local, *fields)
+    except RuntimeError as error:
+        raise ValueError(f"{_GONE} ({shown(error)})") from None
+    buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,))
+    if not torch.equal(buffer[:_TOKEN].cpu(), _tensor_of(token)):
+        raise ValueError(_GONE)
+    views = _views(buffer, index)
+    return {name: view if uuid == "cpu" else view.to(worker.device) for name, view in views}
+
+
+_GONE = "the shared tensors are gone: keep what share_tensors returns until the engine has answered"
+
+
+def _views(buffer: Tensor, index: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    views = []
+    for name, dtype, shape, start in index:
+        of = getattr(torch, dtype)
+        stop = start + torch.Size(shape).numel() * of.itemsize
+        views.append((name, buffer[start:stop].view(of).view(tuple(shape))))
+    return views
+
+
+def _tensor_of(token: bytes) -> Tensor:
+    return torch.tensor(list(token), dtype=torch.uint8)
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _process() -> str:
+    return f"{os.getpid()}-{_started}"
