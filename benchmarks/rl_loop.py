@@ -20,7 +20,6 @@ rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does,
 import argparse
 import contextlib
 import gc
-import os
 import pathlib
 import statistics
 import subprocess
@@ -75,7 +74,8 @@ class Vllm:
     request = None
 
     def __init__(self, folder, args, lora=True):
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        from benchmarks.engines import vllm_engine  # sets vLLM's environment
+
         plugin = args.work / "plugin"
         if not plugin.exists():
             write_entry_points(plugin)
@@ -83,8 +83,10 @@ class Vllm:
         from vllm import LLM
 
         options = {"dtype": "bfloat16", "max_model_len": 2048, "skip_tokenizer_init": True}
-        options |= {"enable_prefix_caching": False, "compilation_config": {"mode": 0}}
-        if lora:
+        sizes = sorted({*vllm_engine.GRAPHS, args.group})
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        options |= {"max_num_seqs": sizes[-1], "compilation_config": {"mode": 0} | graphs}
+        if lora:  # vLLM returns experts only with prefix caching, which is its default
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
             options |= {"enable_return_routed_experts": True}
         self.llm = LLM(str(folder), gpu_memory_utilization=args.memory, **options)
@@ -112,7 +114,7 @@ class Vllm:
         """Bytes of the factors that the engine now serves."""
         from moelora.integrations.vllm import update_adapters
 
-        given = slot.tensors(per_expert=True, host=False)
+        given = slot.tensors(host=False)
         self.ms, found = timed(lambda: update_adapters(self.llm, {"law": given}))
         self.request = found["law"]
         return sum(t.nbytes for t in given[1].values())
@@ -192,7 +194,7 @@ def checkpoint(work, format, args):
 
 
 def gaps(format, model, sampler, args):
-    """Of one batch; shares the experts between the pairs."""
+    """Cases of one batch, one by one; shares the experts between the pairs."""
     import moelora.integrations.transformers as mt
 
     def case(pair, replay):
@@ -203,17 +205,18 @@ def gaps(format, model, sampler, args):
         case = {"topic": "rl_gap", "format": format, "pair": pair}
         return case | {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": gap.numel()}
 
-    cases = [case("usual", False)]
+    yield case("usual", False)
     before = memory()
     sampler.share(model)
     mt.enable(model)
     for shared, mib in ((False, before), (True, memory())):
-        cases.append({"topic": "rl_memory", "format": format, "shared": shared, "mib": mib})
-    return [*cases, case("shared", False), case("shared, replayed", True)]
+        yield {"topic": "rl_memory", "format": format, "shared": shared, "mib": mib}
+    yield case("shared", False)
+    yield case("shared, replayed", True)
 
 
 def loop(format, model, sampler, args):
-    """Steps of GRPO on one policy: cases of phases and of rewards."""
+    """Steps of GRPO on one policy: cases of rewards, of phases and of updates, one by one."""
     import moelora.integrations.transformers as mt
     from moelora.training import LoraSlot, set_adapters
 
@@ -222,7 +225,7 @@ def loop(format, model, sampler, args):
     set_adapters(model, torch.zeros(1, dtype=torch.int32, device=device()))
     optimizer = torch.optim.AdamW(slot.parameters(), lr=LR)
     sampler.push(slot)
-    phases, cases = [], []
+    phases = []
     for step in range(args.steps):
         sampled, (tokens, _, ids) = timed(lambda: sampler.sample(args.group, args.new))
         reward = (tokens[:, len(PROMPT) :] < BELOW).float().mean(1)
@@ -237,19 +240,16 @@ def loop(format, model, sampler, args):
         optimizer.zero_grad()
         took["update"], nbytes = timed(lambda: sampler.push(slot))
         phases.append(took)
-        row = {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
-        cases.append(row)
-        print(row, flush=True)
+        yield {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
     medians = {f"{key}_ms": statistics.median(p[key] for p in phases) for key in phases[0]}
-    cases.append({"topic": "rl_phase", "format": format, "rows": args.group} | medians)
+    yield {"topic": "rl_phase", "format": format, "rows": args.group} | medians
     if sampler.busy:
         idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
         alone, _ = sampler.busy(slot, float("inf"))
         rate, under = sampler.busy(slot, args.every)
         row = {"topic": "rl_update", "format": format, "bytes": nbytes}
-        cases.append(row | {"what": "idle", "ms": idle})
-        cases.append(row | {"what": "under load", "ms": under, "share": rate / alone})
-    return cases
+        yield row | {"what": "idle", "ms": idle}
+        yield row | {"what": "under load", "ms": under, "share": rate / alone}
 
 
 def one(format, args):
@@ -257,13 +257,15 @@ def one(format, args):
         folder, plain = checkpoint(args.work, "bf16", args)
         sampler, model = Vllm(folder, args, lora=False), trainer(plain)
         took = [timed(lambda: sampler.send(model))[0] for _ in range(2)]
-        return [{"topic": "rl_send", "format": "bf16", "ms": took[-1]}]
+        yield {"topic": "rl_send", "format": "bf16", "ms": took[-1]}
+        return
     folder, plain = checkpoint(args.work, format, args)
     memory()  # frees what drew the weights: vLLM counts what the process holds
     torch.manual_seed(0)
     sampler = {"vllm": Vllm, "transformers": Transformers}[args.sampler](folder, args)
     model = trainer(plain)
-    return gaps(format, model, sampler, args) + loop(format, model, sampler, args)
+    yield from gaps(format, model, sampler, args)
+    yield from loop(format, model, sampler, args)
 
 
 def parsed(argv):
@@ -287,20 +289,25 @@ def parsed(argv):
 def main(argv=None):
     args = parsed(argv)
     results.check_writable("--out", args.out)
-    cases, formats = [], args.formats.split(",")
+    cases, formats, failed = [], args.formats.split(","), []
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or pathlib.Path(folder)
-        if len(formats) == 1:
-            cases = one(formats[0], args)
+        for case in one(formats[0], args) if len(formats) == 1 else ():
+            print(case, flush=True)
+            cases.append(case)
+            results.write(args.out, cases)  # what follows may fail
         for format in formats if len(formats) > 1 else ():  # an engine does not give back a GPU
             part = pathlib.Path(folder) / f"{format}.json"
             words = [*(argv or sys.argv[1:]), "--formats", format, "--out", str(part)]
             words += ["--work", str(args.work)]
-            subprocess.run([sys.executable, "-m", "benchmarks.rl_loop", *words], check=True)
-            cases += results.read(part)[1]
-            results.write(args.out, cases)
-    results.write(args.out, cases)
-    return 0
+            if subprocess.run([sys.executable, "-m", "benchmarks.rl_loop", *words]).returncode:
+                failed.append(format)
+            if part.exists():
+                cases += results.read(part)[1]
+                results.write(args.out, cases)
+    if failed:
+        print(f"failed: {', '.join(failed)}; {args.out} has what they had done", file=sys.stderr)
+    return bool(failed)
 
 
 if __name__ == "__main__":

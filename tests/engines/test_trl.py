@@ -13,6 +13,8 @@ from test_vllm_update import serves_products, vllm_update  # noqa: F401
 from transformers import AutoModelForCausalLM
 from vllm_stand_in_lora import LINEAR, PROJECTIONS, E, I, K, LLMEngine
 
+from moelora.integrations.peft import engine_tensors
+
 pytest_plugins = ["vllm_fixtures"]
 
 INSTALLED = importlib.util.find_spec("trl") is not None
@@ -136,9 +138,15 @@ def deltas(peft):
     return {name: after[name] - before[name] for name in before}
 
 
-def test_factors_are_pushed_and_each_generation_names_its_version(trainer):
+@pytest.mark.parametrize(
+    ("options", "tensors"),
+    [({}, 2 + 2 * 2 * 2), ({"alpha_pattern": {LINEAR: 5}}, 2 + 2 * 2 * 3 * E)],
+    ids=["stacks", "pairs"],
+)
+def test_factors_are_pushed_and_each_generation_names_its_version(trainer, options, tensors):
     """The model is neither merged nor sent; the engine has what PEFT computes."""
-    made = trainer(model())
+    made = trainer(model(**options))
+    assert len(engine_tensors(made.model)[1]) == tensors
     llm = made.vllm_generation.llm
     assert llm.options["enable_lora"] and llm.options["max_lora_rank"] == 8
     made.generate()

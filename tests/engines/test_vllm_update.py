@@ -68,7 +68,8 @@ def stacked(draws, rank):
             tensors[f"base_model.model.{key}.lora_B.weight"] = b.flatten(1)
             for e in range(E):
                 both = (SCALING * b[:, :, e] @ a[e]).chunk(2 if up else 1)
-                for p, one in zip(("gate_proj", "up_proj") if up else ("down_proj",), both):
+                names = ("gate_proj", "up_proj") if up else ("down_proj",)
+                for p, one in zip(names, both, strict=True):
                     products[f"{name}.{e}.{p}"] = one
     return ({"r": rank, "lora_alpha": SCALING * rank, "target_modules": []}, tensors), products
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moelora.adapters import LinearLayer, checkpoint
 from moelora.adapters.engine_names import STACKED, names_of
-from moelora.adapters.write import PREFIX, per_expert_tensors
+from moelora.adapters.write import PREFIX, peft_tensors, per_expert_tensors
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.transformers.layers import moe_layers
 
@@ -24,9 +24,9 @@ def engine_tensors(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An adapter of a PEFT model as (config, tensors) of `update_adapters`.
 
-    Factors of expert stacks become a pair for each expert, which vLLM reads for most models, under
-    vLLM's names. They stay on their device, as views where that is possible. Of FSDP2's parts the
-    whole is gathered: all processes call it.
+    Names are those of vLLM (0.33). Experts stay in stacks, or get a pair each where one rank and
+    scaling do not fit all modules or a layer has one of two stacks. Tensors stay on their device,
+    as views where that is possible. Of FSDP2's parts the whole is gathered: all processes call it.
 
     Parameters
     ----------
@@ -60,4 +60,9 @@ def engine_tensors(
         if key.endswith(A) and b is not None and name.removesuffix(".base_layer") not in layers:
             linears[name] = LinearLayer(name, a.shape[1], b.shape[0])
     read = checkpoint.load(state, config, [*layers.values()], [*linears.values()])
-    return per_expert_tensors(read, layers, linears, names=names_of(model_type), copy=False)
+    names = names_of(model_type)._replace(second=None)  # engines refuse factors of no layer
+    whole = (len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
+    if config.rank_pattern or config.alpha_pattern or not all(whole):
+        return per_expert_tensors(read, layers, linears, names=names, copy=False)
+    written, stacks = peft_tensors(read, layers, linears, copy=False)
+    return written, {names.of(key)[0]: tensor for key, tensor in stacks.items()}

@@ -31,7 +31,7 @@ _started = secrets.token_hex(8)
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """What `share_tensors` returns. It can be pickled, for queues; a copy does not keep the tensors.
+    """What `share_tensors` returns. Copies of it that went through a queue keep no tensors.
 
     Attributes
     ----------
