@@ -12,7 +12,8 @@ rl_gap       log-probabilities of sampled tokens, sampler and trainer: the usual
 rl_memory    MiB of the process before and after the trainer's experts are the sampler's
 rl_reward    of each step
 rl_phase     ms of a step by phase, the median
-rl_update    ms of `update_adapters`, idle and while requests run, and their tokens/s beside none
+rl_update    ms of `update_adapters`, idle and while requests run, and the share that is left of
+             their tokens/s
 rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does, without merging;
              "send" among the formats measures it, in an engine without adapters
 """
@@ -247,9 +248,10 @@ def loop(format, model, sampler, args):
         idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
         alone, _ = sampler.busy(slot, float("inf"))
         rate, under = sampler.busy(slot, args.every)
-        row = {"topic": "rl_update", "format": format, "bytes": nbytes}
-        yield row | {"what": "idle", "ms": idle}
-        yield row | {"what": "under load", "ms": under, "share": rate / alone}
+        row = {"topic": "rl_update", "format": format, "mib": nbytes / 2**20}
+        for what, ms, share in (("idle", idle, None), ("under load", under, rate / alone)):
+            spread = {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)} if ms else {}
+            yield row | {"what": what, "share": share} | spread
 
 
 def one(format, args):
@@ -257,7 +259,9 @@ def one(format, args):
         folder, plain = checkpoint(args.work, "bf16", args)
         sampler, model = Vllm(folder, args, lora=False), trainer(plain)
         took = [timed(lambda: sampler.send(model))[0] for _ in range(2)]
-        yield {"topic": "rl_send", "format": "bf16", "ms": took[-1]}
+        sent = sum(p.nbytes for p in model.parameters()) / 2**20
+        row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
+        yield row | {"mib": sent, "ms": took[-1]}
         return
     folder, plain = checkpoint(args.work, format, args)
     memory()  # frees what drew the weights: vLLM counts what the process holds

@@ -43,6 +43,12 @@ QLORA = """engine: engine, layers: layers, sequences: batch, tokens of each: len
     checkpointing: checkpointing, tokens/s: tokens_per_s, weights (GB): weights_gb,
     peak (GB): peak_gb"""
 GAP = "trainer and engine: pair, prompts of: who, mean: mean, median: median, largest: most"
+SERVICE = "clients: clients, adapters: mode, a round (ms): ms, × mixed: ratio"
+RL_GAP = "sampler: format, trainer's experts: pair, mean: mean, largest: max"
+RL_PHASES = """sampler: format, answers: rows, sample (ms): sample_ms, backward (ms): backward_ms,
+    optimizer (ms): optimizer_ms, update (ms): update_ms"""
+RL_UPDATES = """sampler: format, while: what, MiB: mib, an update (ms): ms, shortest: low,
+    longest: high, tokens/s × none: share"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
@@ -54,6 +60,7 @@ RATIOS = (
     "mean",
     "median",
     "most",
+    "max",
     "ttft_ms_ratio",
     "tok_s_ratio",
 )
@@ -78,6 +85,10 @@ TABLES = {
     "sampler_gap": ("e2e-sampler", lambda r: r["topic"] == "gap", GAP),
     "sampler_gap_fp8": ("e2e-sampler-fp8", lambda r: r["topic"] == "gap", GAP),
     "qlora_step": ("qlora-step", lambda r: "error" not in r, QLORA),
+    "service": ("service", lambda r: True, SERVICE),
+    "rl_gap": ("rl", lambda r: r["topic"] == "rl_gap", RL_GAP),
+    "rl_phases": ("rl", lambda r: r["topic"] == "rl_phase", RL_PHASES),
+    "rl_updates": ("rl", lambda r: r["topic"] in ("rl_update", "rl_send"), RL_UPDATES),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),

@@ -98,6 +98,12 @@ SCRIPTS = [  # module, words, fields of its cases, their values
         + [("rl_phase", None, None, None)],
     ),
     (
+        "benchmarks.service",
+        "--preset micro --layers 1 --clients 1,3 --tokens 6 --rounds 2",
+        "topic mode clients",
+        [("service", mode, n) for n in (1, 3) for mode in ("mixed", "swapped", "peft")],
+    ),
+    (
         "benchmarks.churn",
         CHURN,
         "topic policy what layout",
@@ -123,6 +129,11 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, module, words, fields,
     assert script.main([*words.split(), "--out", str(out)]) in (None, 0)
     _, cases = results.read(out)
     assert [tuple(case.get(name) for name in fields.split()) for case in cases] == values
+    if "service" in module:  # the same adapters train
+        mixed, swapped, peft = cases[3:]
+        assert mixed["last_loss"] == pytest.approx(swapped["last_loss"], rel=1e-6)
+        assert mixed["first_loss"] == pytest.approx(peft["first_loss"], rel=1e-4)
+        assert all(c["last_loss"] < c["first_loss"] for c in cases)
     if "rl_loop" in module:
         pytest.importorskip("matplotlib")
         assert main(["plot", "--picture", "rl", str(out), "-o", str(tmp_path / "rl.svg")]) == 0
