@@ -32,6 +32,7 @@ PAGES = (
     "docs/adapters.md",
     "docs/answers.md",
     "docs/serving-benchmark.md",
+    "docs/rl.md",
 )
 PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
     "docs/layer.png": ("layer", []),

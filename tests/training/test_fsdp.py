@@ -53,6 +53,17 @@ def test_gradients_are_those_of_one_process(tmp_path, environment, experts):
         assert pool.names() == ["trained"]
 
 
+def test_slots_where_only_rank_0_has_read_the_model():
+    """As trainers of RL load it; the others get weights, ranks and scalings from rank 0."""
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"} | ON_CPUS
+    program = str(ROOT / "tests/support/sharded_slots.py")
+    lines = run_ranks(program, modules=MODULES, **environment)
+    rows = [line.split() for line in lines if line.startswith("rank")]
+    far = {(rank, dtype): float(distance) for _, rank, dtype, distance in rows}
+    assert far.keys() == {(rank, f"torch.{t}") for rank in "01" for t in ("float32", "bfloat16")}
+    assert all(value < (1e-5 if "32" in dtype else 1e-2) for (_, dtype), value in far.items())
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_version_1_is_refused(tmp_path, use_orig_params, training):
