@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from moelora.adapters import checkpoint
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
 from moelora.adapters.stacks import whole_pairs
-from moelora.adapters.write import peft_tensors, per_expert_tensors
+from moelora.adapters.write import peft_tensors
 from moelora.operators.checks import check_count
 from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants import files
@@ -188,16 +188,11 @@ class LoraSlot(Trained):
             return
         files.save(folder, held.adapter, held.state, self.layers, {}, base)
 
-    def tensors(
-        self, *, per_expert: bool = False, host: bool = True
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The adapter as (config, tensors), as `update_adapters` of an engine takes it.
+    def tensors(self, *, host: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The adapter as (config, tensors) of a PEFT folder, as `update_adapters` takes it.
 
         Parameters
         ----------
-        per_expert : bool
-            A pair of factors for each expert, which vLLM reads for most models, instead of PEFT's
-            stacks.
         host : bool
             Copies in host memory; False: on the slot's device, views where that is possible, for
             an engine in the same process, which copies them itself.
@@ -207,8 +202,7 @@ class LoraSlot(Trained):
         ValueError
             The slot is not open.
         """
-        made = per_expert_tensors if per_expert else peft_tensors
-        return made(self._now(host), self.layers, {}, copy=host)
+        return peft_tensors(self._now(host), self.layers, {}, copy=host)
 
     def close(self) -> None:
         """Free the slot: its rows are those of the base model. Parameters become 0."""

@@ -54,8 +54,7 @@ class SharedTensors:
 
     def plain(self) -> list[Any]:
         """All fields but the buffer, for `opened`."""
-        fields = (self.device, self.nbytes, self.process, self.token, self.storage, self.index)
-        return [*fields]
+        return [self.device, self.process, self.token, self.storage, self.index]
 
 
 def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
@@ -105,7 +104,7 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
 def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
     """The tensors of a handle, on the host or a worker's GPU: views of the other process's buffer,
     unless that is on another GPU. ValueError if they cannot be read."""
-    uuid, nbytes, process, token, fields, index = plain
+    uuid, process, token, fields, index = plain
     if process == _process():
         raise ValueError("the tensors are of the engine's process: pass them without share_tensors")
     try:
@@ -123,7 +122,7 @@ def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
             storage = torch.UntypedStorage._new_shared_cuda(local, *fields)
     except RuntimeError as error:
         raise ValueError(f"{_GONE} ({shown(error)})") from None
-    buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,))
+    buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if not torch.equal(buffer[:_TOKEN].cpu(), _tensor_of(token)):
         raise ValueError(_GONE)
     views = _views(buffer, index)

@@ -262,8 +262,9 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
             options = {"is_3d_lora_weight": True} if stacks else {}
             inner = manager._adapter_manager
             try:
-                handle = isinstance(tensors, (list, tuple))
-                _reading[path] = config, opened(tensors, worker) if handle else tensors
+                if handle := isinstance(tensors, (list, tuple)):
+                    tensors = opened(tensors, worker)
+                _reading[path] = config, tensors
                 with _splitting(inner, stacks):
                     model = manager._load_adapter(LoRARequest(version, number, path, **options))
                     inner._create_merged_loras_inplace(model)
