@@ -118,7 +118,6 @@ def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
                     f"the tensors are on GPU {uuid}, which this worker does not see: share them on "
                     "one of its GPUs, or on the host"
                 )
-            torch.cuda.init()  # type: ignore[no-untyped-call]
             storage = torch.UntypedStorage._new_shared_cuda(local, *fields)
     except RuntimeError as error:
         raise ValueError(f"{_GONE} ({shown(error)})") from None
