@@ -332,7 +332,11 @@ def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after, monkeypatch):
     assert versions(engine) == ["law@1", "law@3"]
 
 
+NAMED = {"law": 1, "code": 2}
+
+
 def test_an_async_engine(llm):
+    """Also of updates at the same time."""
     engine = llm.llm_engine
     calls = engine.collective_rpc
 
@@ -343,9 +347,15 @@ def test_an_async_engine(llm):
     engine.collective_rpc = collective_rpc
     with pytest.raises(RuntimeError, match="await update_adapters_async"):
         update.update_adapters(llm, {"law": given(1)})
-    found = asyncio.run(update.update_adapters_async(engine, {"law": given(1)}))
-    engine.add_request("a", found["law"])
-    serves(engine.step()["a"], 1)
+
+    async def together():
+        calls = (update.update_adapters_async(engine, {n: given(s)}) for n, s in NAMED.items())
+        return await asyncio.gather(*calls)
+
+    for found in asyncio.run(together()):
+        for name, request in found.items():
+            engine.add_request(name, request)
+            serves(engine.step()[name], NAMED[name])
 
 
 def test_workers_without_the_plugin_are_named(llm, monkeypatch):

@@ -90,7 +90,6 @@ class AdaptersRoute:
         self._engine: Any = None
         self._models: Any = None
         self._problem: str | None = "the server is starting"
-        self._lock = asyncio.Lock()  # one update at a time: workers stage one
 
     def attach_router(self, app: Any) -> None:
         app.add_route(PATH, self, methods=["POST"])
@@ -130,17 +129,16 @@ class AdaptersRoute:
             raise RuntimeError(self._problem)
         adapters = await asyncio.to_thread(unpack_adapters, body)
         served = self._models.lora_requests
-        async with self._lock:
-            for name in adapters:
-                path = getattr(served.get(name), "lora_path", update.PREFIX)
-                if self._models.is_base_model(name) or not path.startswith(update.PREFIX):
-                    raise ValueError(f"adapter {name!r}: a model or LoRA of this name is served")
-            new = await update.update_adapters_async(self._engine, adapters)
-            for name, request in [*served.items()]:
-                if update.has_left(request):
-                    del served[name]
-            for name, request in new.items():
-                served[name] = served[request.lora_name] = request
+        for name in adapters:
+            path = getattr(served.get(name), "lora_path", update.PREFIX)
+            if self._models.is_base_model(name) or not path.startswith(update.PREFIX):
+                raise ValueError(f"adapter {name!r}: a model or LoRA of this name is served")
+        new = await update.update_adapters_async(self._engine, adapters)
+        for name, request in [*served.items()]:
+            if update.has_left(request):
+                del served[name]
+        for name, request in new.items():
+            served[name] = served[request.lora_name] = request
         return {name: request.lora_name for name, request in new.items()}
 
 

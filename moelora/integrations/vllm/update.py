@@ -13,6 +13,7 @@ evicted comes back from there.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import json
@@ -51,6 +52,7 @@ class _Registry:
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(FIRST_ID))
     versions: dict[str, int] = field(default_factory=dict)
     requests: dict[str, list[Any]] = field(default_factory=dict)  # LoRARequests, oldest first
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # workers stage one update at a time
 
     @staticmethod
     def paths(requests: Mapping[str, list[Any]]) -> list[str]:
@@ -127,13 +129,18 @@ def _refusal(replies: Sequence[str | None]) -> str | None:
 
 
 async def _update(engine: Any, adapters: Adapters) -> dict[str, Any]:
-    from vllm.lora.request import LoRARequest
-
     if not isinstance(adapters, Mapping):
         raise ValueError(f"adapters is a {type(adapters).__name__}, wanted a mapping of names")
     registry = getattr(engine, "_moelora", None)
     if registry is None:
         registry = engine._moelora = _Registry(f"{PREFIX}{os.getpid()}-{next(_engines)}/")
+    async with registry.lock:
+        return await _exchange(engine, registry, adapters)
+
+
+async def _exchange(engine: Any, registry: _Registry, adapters: Adapters) -> dict[str, Any]:
+    from vllm.lora.request import LoRARequest
+
     states = getattr(getattr(engine, "output_processor", None), "request_states", None)
     running = None if states is None else {s.lora_name for s in states.values()}
     shared = shares_memory(engine)
