@@ -221,7 +221,9 @@ def test_a_switch_of_the_manager_splits_stacks_of_experts(sources):
     manager = sources.text("vllm.lora.model_manager")
     if "_convert_3d_to_2d_moe_lora" not in manager:
         pytest.skip("this release splits no stacks")
-    switch = "self._enable_mixed_moe_lora_format and getattr(lora_model, 'is_3d_lora_weight', False)"
+    switch = (
+        "self._enable_mixed_moe_lora_format and getattr(lora_model, 'is_3d_lora_weight', False)"
+    )
     merging = manager[manager.index("def _create_merged_loras_inplace") :]
     assert f"if {switch}:" in merging[: merging.index("def _stack_moe_lora_weights")]
     assert "gate_up_b[:, :intermediate, :]" in manager  # gate, then up

@@ -147,7 +147,7 @@ def trainer(device, handles, answers):
     del shared
     gc.collect()
     handles.put(None)
-    answers.get()
+    answers.get()  # until it is ended
 
 
 def handle_module():
@@ -166,19 +166,19 @@ def other_process(request):
     process.join()
 
 
-def test_another_process_shares_its_tensors(llm, other_process):
+def test_another_process_shares_its_tensors(served, other_process):
     """As handles, of which msgpack takes all fields; and until it drops them."""
-    take, answer = other_process
+    (take, answer), engines = other_process, [LLM(workers=1), LLM(workers=2)]
     config, shared = take()
-    request = update.update_adapters(llm, {"law": (config, shared)})["law"]
+    requests = [update.update_adapters(llm, {"law": (config, shared)})["law"] for llm in engines]
     answer()
     assert take() is None
-    with pytest.raises(ValueError, match="shared tensors are gone: keep what share_tensors"):
-        update.update_adapters(llm, {"law": (config, shared)})
-    answer()
-    llm.llm_engine.add_request("a", request)
-    serves(llm.llm_engine.step()["a"], 1, stacks=True)
-    assert versions(llm.llm_engine) == ["law@1"]
+    for llm, request in zip(engines, requests, strict=True):
+        with pytest.raises(ValueError, match="shared tensors are gone: keep what share_tensors"):
+            update.update_adapters(llm, {"law": (config, shared)})
+        llm.llm_engine.add_request("a", request)
+        serves(llm.llm_engine.step()["a"], 1, stacks=True)
+        assert versions(llm.llm_engine) == ["law@1"]
 
 
 def test_an_eviction_brings_back_the_current_one_scaled_once():
