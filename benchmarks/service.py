@@ -1,7 +1,6 @@
 """Rounds of a training service with many clients: mixed batches beside one adapter at a time.
 
     python -m benchmarks.service --out h200-service.json
-    python -m benchmarks.service --preset micro --clients 1,2 --tokens 8 --rounds 2 --out now.json
 
 In a round each client adds gradients of one row and makes a step of AdamW. Layers are those of
 `engine_model`, with random weights; adapters of experts have rank 16.
@@ -13,7 +12,6 @@ peft      PEFT and transformers' experts, and AdamW: the same swap, from and to 
 
 import argparse
 import gc
-import pathlib
 import statistics
 import sys
 import time
@@ -23,35 +21,35 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.engines import engine_model
-from benchmarks.options import numbers
+from benchmarks.options import numbers, words
 from benchmarks.tables.columns import SERVICE
 from benchmarks.tables.text import made_of
 from moelora.bench import results
 
 sys.path.insert(0, str(ROOT / "examples"))
-RANK, LR, MIXED = 16, 1e-3, "mixed"
+RANK, LR = 16, 1e-3
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def made(args, device):
+def made(args):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = engine_model.PRESETS[args.preset]
-    settings = engine_model.settings(replace(shape, layers=args.layers))
+    shape = replace(engine_model.PRESETS[args.preset], layers=args.layers)
+    settings = engine_model.settings(shape)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
+    with torch.device(engine_model.device()) as device:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 class Ours:
     """The service, whose calls all wait before it runs them."""
 
-    def __init__(self, args, device, clients, slots):
+    def __init__(self, args, clients, slots):
         from training_service import Service
 
-        self.service = Service(made(args, device), slots=slots, max_rank=RANK, thread=False)
+        self.service = Service(made(args), slots=slots, max_rank=RANK, thread=False)
         self.together = slots > 1
         self.call("_create", {n: {"rank": RANK, "alpha": None, "seed": n} for n in range(clients)})
 
@@ -74,24 +72,26 @@ class Ours:
 class Peft:
     """One adapter, and what each client's has in host memory."""
 
-    def __init__(self, args, device, clients, slots):
+    def __init__(self, args, clients):
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_parameters=STACKS)
-        self.model = get_peft_model(made(args, device), config)
+        self.model = get_peft_model(made(args), config)
         factors = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer, self.held = torch.optim.AdamW(factors, lr=LR, weight_decay=0.0), []
-        self.there, new = [*factors], [host(p) for p in factors]
+        self.optimizer = torch.optim.AdamW(factors, lr=LR, weight_decay=0.0)
+        new = [p.detach().cpu().clone() for p in factors]
+        self.there = factors
+        self.held = [self.there]
         self.round([[1, 2]])  # which makes the moments
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.there += [self.optimizer.state[p][name] for p in factors]
-        new += [torch.zeros_like(t, device="cpu") for t in new * 2]
-        self.held = [[host(t, device == "cuda") for t in new] for _ in range(clients)]
+        states = [self.optimizer.state[p] for p in factors]
+        self.there = [*factors, *(s[n] for n in ("exp_avg", "exp_avg_sq") for s in states)]
+        new += [torch.zeros_like(t) for t in new * 2]
+        copied = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.clone
+        self.held = [[copied(t) for t in new] for _ in range(clients)]
 
     def round(self, rows):
         losses = []
-        for n, row in enumerate(rows):
-            held = self.held[n] if self.held else self.there
+        for row, held in zip(rows, self.held, strict=True):
             copy(self.there, held)
             ids = torch.tensor([row], device=self.model.device)
             loss = self.model(ids, labels=ids, use_cache=False).loss
@@ -103,28 +103,23 @@ class Peft:
         return sum(losses).item()
 
 
-def host(tensor, pinned=False):
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return held.copy_(tensor.detach())
-
-
 @torch.no_grad()
 def copy(to, source):
     for a, b in zip(to, source, strict=True):
         a.copy_(b, non_blocking=True)
 
 
-def measured(mode, clients, args, device):
+def measured(mode, clients, args):
     """A case: ms of a round, the median without the first; losses of the first and the last."""
     draws = torch.Generator().manual_seed(0)
     rows = torch.randint(3, engine_model.VOCAB, (clients, args.tokens), generator=draws).tolist()
-    maker = Peft if mode == "peft" else Ours
-    one = maker(args, device, clients, clients if mode == MIXED else 1)
+    slots = clients if mode == "mixed" else 1
+    one = Peft(args, clients) if mode == "peft" else Ours(args, clients, slots)
     seconds, losses = [], []
-    for _ in range(args.rounds):
+    for _ in range(args.rounds + 1):
         start = time.perf_counter()
         losses.append(one.round(rows))
-        if device == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     row = {"topic": "service", "mode": mode, "clients": clients, "tokens": args.tokens}
@@ -136,28 +131,21 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b")
     p.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    p.add_argument("--clients", type=numbers, default=[1, 4, 8, 16], help="(default: 1,4,8,16)")
-    p.add_argument("--modes", default="mixed,swapped,peft", help="(default: %(default)s)")
+    p.add_argument("--clients", type=numbers, default="1,4,8,16", help="(default: %(default)s)")
+    p.add_argument("--modes", type=words, default="mixed,swapped,peft", help="the first is 1 ×")
     p.add_argument("--tokens", type=int, default=256, help="of a client in a round")
-    p.add_argument("--rounds", type=int, default=4, help="of which the first is not timed")
-    p.add_argument("--out", type=pathlib.Path, help="result file")
+    p.add_argument("--rounds", type=int, default=3, help="after one that is not timed")
+    p.add_argument("--out", required=True, help="result file")
     args = p.parse_args(argv)
-    if args.rounds < 2:
-        p.error("--rounds is below 2, of which the first is not timed")
-    if args.out:
-        results.check_writable("--out", args.out)
-    cases, device = [], engine_model.device()
+    results.check_writable("--out", args.out)
+    cases = []
     for clients in args.clients:
-        for mode in args.modes.split(","):
-            case = measured(mode, clients, args, device)
-            mixed = [
-                c["ms"] for c in (*cases, case) if (c["clients"], c["mode"]) == (clients, MIXED)
-            ]
-            cases.append(case | {"ratio": case["ms"] / mixed[0] if mixed else None})
+        for mode in args.modes:
+            case = measured(mode, clients, args)
+            first = next((c["ms"] for c in cases if c["clients"] == clients), case["ms"])
+            cases.append(case | {"ratio": case["ms"] / first})
             gc.collect()
-            print(cases[-1], flush=True)
-            if args.out:
-                results.write(args.out, cases)
+            results.write(args.out, cases)
     print(made_of(SERVICE, cases))
     return 0
 

@@ -181,6 +181,13 @@ def test_another_process_shares_its_tensors(served, other_process):
         assert versions(llm.llm_engine) == ["law@1"]
 
 
+@pytest.mark.parametrize("devices", ["", "cpu meta"])
+def test_tensors_of_no_device_or_several_are_not_shared(served, devices):
+    tensors = {device: torch.zeros(1, device=device) for device in devices.split()}
+    with pytest.raises(ValueError, match="tensors are on .*, wanted one device"):
+        handle_module().share_tensors(tensors)
+
+
 def test_an_eviction_brings_back_the_current_one_scaled_once():
     llm = LLM(max_loras=1, max_cpu_loras=1)
     law, seeds = given(1), {"law": 3, "code": 2}

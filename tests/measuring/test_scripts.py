@@ -99,7 +99,7 @@ SCRIPTS = [  # module, words, fields of its cases, their values
     ),
     (
         "benchmarks.service",
-        "--preset micro --layers 1 --clients 1,3 --tokens 6 --rounds 2",
+        "--preset micro --layers 1 --clients 1,3 --tokens 6 --rounds 1",
         "topic mode clients",
         [("service", mode, n) for n in (1, 3) for mode in ("mixed", "swapped", "peft")],
     ),

@@ -31,18 +31,9 @@ _started = secrets.token_hex(8)
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """What `share_tensors` returns. Copies of it that went through a queue keep no tensors.
+    """What `share_tensors` returns. Copies of it that went through a queue keep no tensors."""
 
-    Attributes
-    ----------
-    device : str
-        UUID of the GPU, or "cpu".
-    nbytes : int
-        Size of the buffer.
-    """
-
-    device: str
-    nbytes: int
+    device: str  # UUID of the GPU, or "cpu"
     process: str
     token: bytes
     storage: tuple[Any, ...]  # fields of torch's handle
@@ -96,7 +87,7 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
         storage._release_ipc_counter(*fields[3:5], device=device)
     else:
         uuid, fields = "cpu", storage._share_filename_cpu_()
-    shared = SharedTensors(uuid, nbytes, _process(), token, tuple(fields), tuple(index), buffer)
+    shared = SharedTensors(uuid, _process(), token, tuple(fields), tuple(index), buffer)
     weakref.finalize(shared, buffer[:_TOKEN].zero_).atexit = False
     return shared
 
