@@ -126,10 +126,13 @@ def test_requests_end_on_their_version_and_begin_on_the_new_one(llm):
 
 @pytest.mark.parametrize("stacks", [False, True])
 def test_experts_have_a_pair_each_or_stacks(llm, stacks):
-    """As PEFT writes them, although vLLM keeps gate and up of these layers apart."""
+    """As PEFT writes them, although vLLM keeps gate and up of these layers apart. Tensors may be
+    shared, even where the engine is in the same process."""
     engine = llm.llm_engine
     for seed in (1, 2):
-        found = update.update_adapters(llm, {"law": given(seed, stacks=stacks), "code": given(3)})
+        config, tensors = given(seed, stacks=stacks)
+        tensors = handle_module().share_tensors(tensors) if seed == 2 else tensors
+        found = update.update_adapters(llm, {"law": (config, tensors), "code": given(3)})
         engine.add_request("a", found["law"])
         engine.add_request("b", found["code"])
         step = engine.step()
@@ -222,10 +225,9 @@ def changed(config=None, key=r"layers\.1.*\.2\.gate_proj\.lora_B", tensor=None, 
 
 
 def shared(**fields):
-    """Tensors of this process, as if of another one."""
+    """Tensors of another process, which has dropped them."""
     config, tensors = given(9)
-    made = handle_module().share_tensors(tensors)
-    return config, replace(made, buffer=None, **{"process": "another"} | fields)
+    return config, replace(handle_module().share_tensors(tensors), buffer=None, **fields)
 
 
 def without(key, **options):
@@ -239,10 +241,6 @@ def nan(tensor):
 
 ONE = r"layers\.1.*\.2\.gate_proj\.lora_B"
 BAD = {
-    "this process": (
-        lambda: shared(process=handle_module()._process()),
-        "are of the engine's process: pass them without share_tensors",
-    ),
     "another GPU": (lambda: shared(device="GPU-7"), "on GPU GPU-7, which this worker does not see"),
     "no longer there": (lambda: shared(), "the shared tensors are gone"),
     "one stack": (without("base_layer", stacks=True), "'law@2'"),

@@ -11,7 +11,6 @@ A trainer erases it with the buffer, so a worker tells what is gone from what is
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from moelora.operators.checks import dtype_name
 
 ALIGN = 256  # bytes, as of allocations; the token has the first
 _TOKEN = 16
-_started = secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,6 @@ class SharedTensors:
     """What `share_tensors` returns. Copies of it that went through a queue keep no tensors."""
 
     device: str  # UUID of the GPU, or "cpu"
-    process: str
     token: bytes
     storage: tuple[Any, ...]  # fields of torch's handle
     index: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, first byte
@@ -43,9 +40,11 @@ class SharedTensors:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"buffer": None}
 
-    def plain(self) -> list[Any]:
-        """All fields but the buffer, for `opened`."""
-        return [self.device, self.process, self.token, self.storage, self.index]
+    def sent(self, inside: bool) -> Any:
+        """What workers get: fields for `opened`, or tensors where these are in their process."""
+        if inside and self.buffer is not None:
+            return _views(self.buffer, self.index)
+        return [self.device, self.token, self.storage, self.index]
 
 
 def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
@@ -77,8 +76,8 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
         nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
     token, (device,) = secrets.token_bytes(_TOKEN), devices
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    buffer[:_TOKEN].copy_(_tensor_of(token))
-    for name, view in _views(buffer, index):
+    buffer[:_TOKEN] = torch.tensor([*token], dtype=torch.uint8)
+    for name, view in _views(buffer, index).items():
         view.copy_(tensors[name].detach())
     storage: Any = buffer.untyped_storage()
     if device.type == "cuda":
@@ -87,17 +86,15 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
         storage._release_ipc_counter(*fields[3:5], device=device)
     else:
         uuid, fields = "cpu", storage._share_filename_cpu_()
-    shared = SharedTensors(uuid, _process(), token, tuple(fields), tuple(index), buffer)
+    shared = SharedTensors(uuid, token, tuple(fields), tuple(index), buffer)
     weakref.finalize(shared, buffer[:_TOKEN].zero_).atexit = False
     return shared
 
 
-def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
+def opened(sent: Sequence[Any], worker: Any) -> dict[str, Tensor]:
     """The tensors of a handle, on the host or a worker's GPU: views of the other process's buffer,
     unless that is on another GPU. ValueError if they cannot be read."""
-    uuid, process, token, fields, index = plain
-    if process == _process():
-        raise ValueError("the tensors are of the engine's process: pass them without share_tensors")
+    uuid, token, fields, index = sent
     try:
         if uuid == "cpu":
             storage: Any = torch.UntypedStorage._new_shared_filename_cpu(*fields)
@@ -113,31 +110,23 @@ def opened(plain: Sequence[Any], worker: Any) -> dict[str, Tensor]:
     except RuntimeError as error:
         raise ValueError(f"{_GONE} ({shown(error)})") from None
     buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    if not torch.equal(buffer[:_TOKEN].cpu(), _tensor_of(token)):
+    if bytes(buffer[:_TOKEN].tolist()) != token:
         raise ValueError(_GONE)
     views = _views(buffer, index)
-    return {name: view if uuid == "cpu" else view.to(worker.device) for name, view in views}
+    return views if uuid == "cpu" else {n: view.to(worker.device) for n, view in views.items()}
 
 
 _GONE = "the shared tensors are gone: keep what share_tensors returns until the engine has answered"
 
 
-def _views(buffer: Tensor, index: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    views = []
+def _views(buffer: Tensor, index: Sequence[Any]) -> dict[str, Tensor]:
+    views = {}
     for name, dtype, shape, start in index:
         of = getattr(torch, dtype)
         stop = start + torch.Size(shape).numel() * of.itemsize
-        views.append((name, buffer[start:stop].view(of).view(tuple(shape))))
+        views[name] = buffer[start:stop].view(of).view(tuple(shape))
     return views
-
-
-def _tensor_of(token: bytes) -> Tensor:
-    return torch.tensor(list(token), dtype=torch.uint8)
 
 
 def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _process() -> str:
-    return f"{os.getpid()}-{_started}"

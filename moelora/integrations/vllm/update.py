@@ -158,7 +158,7 @@ async def _exchange(engine: Any, registry: _Registry, adapters: Adapters) -> dic
         options = {"is_3d_lora_weight": True} if stacks else {}
         path = registry.prefix + version
         new[name] = LoRARequest(version, next(registry.ids), path, **options)
-        packed = tensors.plain() if handle else tensors if shared else _bytes(tensors)
+        packed = tensors.sent(shared) if handle else tensors if shared else _bytes(tensors)
         payload.append((version, new[name].lora_int_id, path, bool(stacks), config, packed))
     kept = {
         name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
