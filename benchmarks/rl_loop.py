@@ -87,8 +87,9 @@ class Vllm:
         sizes = sorted({*vllm_engine.GRAPHS, args.group})
         graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
         options |= {"max_num_seqs": sizes[-1], "compilation_config": {"mode": 0} | graphs}
-        if lora:  # vLLM returns experts only with prefix caching, which is its default
-            options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+        if lora:  # slots for the version that runs, the last and the new one
+            options |= {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+            # which vLLM takes with prefix caching only, its default
             options |= {"enable_return_routed_experts": True}
         self.llm = LLM(str(folder), gpu_memory_utilization=args.memory, **options)
 
