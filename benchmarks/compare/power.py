@@ -41,9 +41,9 @@ def sample(line):
 class Sampler:
     """Clock and power of a GPU, as a process of nvidia-smi reports them all the time."""
 
-    def __init__(self, command=None):
+    def __init__(self):
         self.samples = []  # (time, (MHz, watts))
-        command = command or [
+        command = [
             "nvidia-smi",
             f"--id=GPU-{torch.cuda.get_device_properties().uuid}",
             f"--query-gpu={QUERY}",

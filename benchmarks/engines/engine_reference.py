@@ -30,8 +30,6 @@ LINEAR = re.compile(r"\.(layers\.\d+\.self_attn\.\w+_proj)\.lora_A\.")
 def weight_of(model, layer, expert, projection):
     """The weight of one projection, as a view."""
     experts = model.model.layers[layer].mlp.experts
-    if not hasattr(experts, "gate_up_proj"):  # transformers before 5 has a module for each expert
-        return getattr(experts[expert], f"{projection}_proj").weight.data
     if projection == "down":
         return experts.down_proj.data[expert]
     return experts.gate_up_proj.data[expert].chunk(2)[projection == "up"]
@@ -119,8 +117,7 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(manifest["base"], **how).to(device).eval()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")
     print(f"reference: transformers, adapters merged in float32 on {device}")
     all_right = True
     for i, name in enumerate(given["names"]):

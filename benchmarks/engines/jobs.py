@@ -89,8 +89,7 @@ class Bench:
         if self.left() < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
-        path = [ROOT, self.work / "plugin", os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(str(p) for p in path if str(p))
+        environment |= python_path(self.work / "plugin")
         seconds = min(seconds, self.left())
         return Job(name, [sys.executable, *command], self.work, seconds, environment, where=ROOT)
 
@@ -200,6 +199,12 @@ def is_up(url, server, seconds):
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
     return False
+
+
+def python_path(plugin):
+    """The environment in which programs find this checkout and its plugin."""
+    path = [ROOT, plugin, os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(str(p) for p in path if str(p))}
 
 
 def write_logs(folder, out):

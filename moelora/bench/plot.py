@@ -241,16 +241,13 @@ def beside(file: str, ranks: Sequence[int], vllm: str | None = None) -> Figure:
         for rank, line in zip(ranks, LINES, strict=False):
             some = [row for row in rows if (row["model"], row["rank"]) == (model, rank)]
             tokens = [row["tokens"] for row in some]
-            base = [row["rivals"]["vllm_base"] for row in some]
-            for who, us, style in (
-                ("vLLM", [row["rivals"]["vllm_default"] for row in some], ("C3", "s", 1.5)),
-                ("moelora", [row["ours_us"] for row in some], ("C0", "o", 2.5)),
+            for who, field, (color, marker, lw) in (
+                ("vLLM", "vllm_default", ("C3", "s", 1.5)),
+                ("moelora", "ours_us", ("C0", "o", 2.5)),
             ):
-                share = [t / b for t, b in zip(us, base, strict=True)]
-                color, marker, lw = style
+                share = [(row | row["rivals"])[field] / row["rivals"]["vllm_base"] for row in some]
                 how: dict[str, Any] = {"color": color, "marker": marker, "lw": lw, "ms": 4}
-                label = f"{who}, adapters of rank {rank}"
-                axes.plot(tokens, share, label=label, ls=line, **how)
+                axes.plot(tokens, share, label=f"{who}, adapters of rank {rank}", ls=line, **how)
         axes.axhline(1.0, label="vLLM, no adapters", color="0.4", ls="--", lw=1.5)
         ticks = sorted({row["tokens"] for row in rows if row["model"] == model})
         axes.set(xscale="log", xlabel="tokens", title=MODELS[model].name, xticks=ticks)
