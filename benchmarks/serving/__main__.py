@@ -2,16 +2,15 @@
 
 import argparse
 import json
-import os
 import pathlib
 import shutil
 import sys
 import time
 
 from benchmarks import ROOT, serving
-from benchmarks.engines.jobs import Job, is_up, version, write_entry_points, write_logs
+from benchmarks.engines.jobs import Job, is_up, python_path, version, write_entry_points, write_logs
 from benchmarks.options import numbers, words
-from benchmarks.serving import models
+from benchmarks.serving import client, models
 from moelora.bench import results
 
 HERE = pathlib.Path(__file__).parent
@@ -48,10 +47,18 @@ def parse(argv=None):
     add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"))
     add("--out", type=pathlib.Path, required=True)
     args = p.parse_args(argv)
-    more = json.loads(args.more.read_text()) if args.more else {}
+    try:
+        more = {} | json.loads(args.more.read_text()) if args.more else {}
+    except (OSError, ValueError, TypeError) as error:
+        p.error(f"--more {args.more}: {error}")
     args.known = ENGINES | more.get("engines", {})
     args.loads = {name: load for group in GROUPS.values() for name, load in group.items()}
     args.loads |= more.get("workloads", {})
+    for name, load in args.loads.items():
+        if unknown := sorted(load.keys() - client.FIELDS):
+            p.error(f"workload {name} has {unknown}, known are {', '.join(sorted(client.FIELDS))}")
+    if unready := [name for name, engine in args.known.items() if "command" not in engine]:
+        p.error(f"engines {unready} have no command")
     args.workloads = [name for word in args.workloads for name in GROUPS.get(word, [word])]
     if args.url and (len(args.engines) != 1 or not args.served_model):
         p.error("--url wants one name for --engines and the server's --served-model")
@@ -80,7 +87,8 @@ class Bench:
     def __init__(self, args):
         self.args, self.rows, self.stages = args, [], []
         shutil.rmtree(args.work, ignore_errors=True)
-        args.work.mkdir(parents=True)
+        write_entry_points(args.work / "plugin")  # servers find that of this checkout
+        self.environment = python_path(args.work / "plugin")
 
     def made(self):
         """What `models.main` wrote, the folders of the model and of its adapters; None if it
@@ -123,7 +131,7 @@ class Bench:
             filled([*command, *self.args.server_args]),
             self.args.work,
             self.args.start_s + self.args.load_s,
-            self.environment() | self.caches(name) | environment,
+            self.environment | self.caches(name) | environment,
             where=self.args.work,
         )
         try:
@@ -149,19 +157,11 @@ class Bench:
         target = target | {"tokenizer": target["model"], "workloads": workloads, "runs": runs}
         job.write_text(json.dumps(target | {"slo": self.args.slo}))
         command = [sys.executable, "-m", "benchmarks.serving.client", job, out]
-        client = Job(f"load {name}", command, self.args.work, self.args.load_s, self.environment())
-        self.stages.append(client.wait())
+        loads = Job(f"load {name}", command, self.args.work, self.args.load_s, self.environment)
+        self.stages.append(loads.wait())
         lines = out.read_text().splitlines() if out.exists() else []
         engine = {"topic": "serving", "engine": name, "lora_enabled": bool(adapters)} | fields
         self.rows += [engine | json.loads(line) for line in lines]
-
-    def environment(self):
-        """Servers find the plugin of this checkout as if it was installed."""
-        plugin = self.args.work / "plugin"
-        if not plugin.exists():
-            write_entry_points(plugin)
-        path = [ROOT, plugin, os.environ.get("PYTHONPATH", "")]
-        return {"PYTHONPATH": os.pathsep.join(str(p) for p in path if str(p))}
 
     def caches(self, name):
         """Empty folders, so that a server compiles as on a fresh machine."""

@@ -11,8 +11,6 @@ import json
 import pathlib
 import sys
 
-from vllm.benchmarks import serve
-
 METRICS = ("ttft", "tpot", "itl")
 KEPT = (
     *("completed", "failed", "duration", "request_throughput", "request_goodput"),
@@ -30,6 +28,7 @@ OPTIONS = {  # of `vllm bench serve`, by fields of a workload
     "burstiness": "burstiness",
     "concurrency": "max-concurrency",
 }
+FIELDS = {*OPTIONS, "zipf", "options", "source"}
 
 
 def words(job, load, adapters, seed):
@@ -64,6 +63,8 @@ def modules(load, adapters):
 
 
 def measure(job, name, load, adapters, seed):
+    from vllm.benchmarks import serve
+
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)
     result = asyncio.run(serve.main_async(parser.parse_args(words(job, load, adapters, seed))))

@@ -124,9 +124,15 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path, monkeypa
         (["--ranks", "0"], "positive --ranks"),
         (["--workloads", "none"], "--workloads has ['none'], known are first_minute"),
         (["--url", "http://127.0.0.1:1"], "the server's --served-model"),
+        (["--more", "nowhere.json"], "--more nowhere.json: "),
+        ({"workloads": {"mine": {"zipff": 1}}}, "workload mine has ['zipff'], known are burst"),
+        ({"engines": {"mine": {"lora": []}}}, "engines ['mine'] have no command"),
     ],
 )
 def test_what_cannot_be_measured_is_said_at_once(tmp_path, capsys, words, message):
+    if isinstance(words, dict):
+        (tmp_path / "more.json").write_text(json.dumps(words))
+        words = ["--more", str(tmp_path / "more.json")]
     with pytest.raises(SystemExit):
         main([*words, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "x.json")])
     assert message in capsys.readouterr().err and not (tmp_path / "work").exists()
