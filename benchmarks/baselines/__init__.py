@@ -7,7 +7,6 @@ from moelora.bench import baselines
 
 QUANTIZED = {
     "marlin": ("Marlin", "vLLM's Marlin layer"),
-    "triton_kernels": ("TritonKernels", "vLLM's other layer for gpt-oss"),
     "triton_fp8": ("TritonFP8", "vLLM's layer of FP8 blocks"),
 }
 

@@ -1,9 +1,9 @@
-"""vLLM's layers of quantized experts: Marlin, Triton of FP8, for gpt-oss OpenAI's triton_kernels.
+"""vLLM's layers of quantized experts: Marlin, and Triton of FP8.
 
 Searched in $MOELORA_PEERS, where `vk/vq_layer.py` calls vLLM's kernels in vLLM's order, on the same
-values as ours. For gpt-oss they omit the biases and, except for triton_kernels without adapters,
-its activation: they apply SiLU to the first half of the rows instead, which is less work. Results
-are compared with float64 of what they compute.
+values as ours. For gpt-oss they omit the biases and its activation: they apply SiLU to the first
+half of the rows instead, which is less work. Results are compared with float64 of what they
+compute.
 """
 
 import functools
@@ -25,7 +25,6 @@ from moelora.bench.baselines import Options, require
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
-from moelora.operators.experts import Activation
 
 TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # hard-coded in the packed files
 
@@ -62,12 +61,12 @@ def grown(t: Tensor, rows: int, columns: int) -> Tensor:
     return pad(t, (0, more[0], 0, more[1])) if any(more) else t
 
 
-def computed(layer: Layer, activation: Activation) -> Layer | None:
+def computed(layer: Layer) -> Layer | None:
     """The layer that they compute, or None if it is `layer`."""
-    if layer.model.activation == activation and not layer.model.bias:
+    if layer.model.activation == "silu" and not layer.model.bias:
         return None
     other = copy(layer)
-    other.model = replace(layer.model, activation=activation, bias=False)
+    other.model = replace(layer.model, activation="silu", bias=False)
     other.b13 = other.b2 = None
     return other
 
@@ -75,9 +74,7 @@ def computed(layer: Layer, activation: Activation) -> Layer | None:
 class Marlin:
     """MarlinExperts: vLLM's choice for 4-bit experts on Hopper with LoRA enabled."""
 
-    name = "vllm"
     schemes = {"mxfp4": "mxfp4", "int4": "int4"}
-    base_activation: Activation = "silu"
 
     def __init__(self, layer: Layer, options: Options):
         model, format = layer.model, layer.model.format
@@ -143,24 +140,11 @@ class Marlin:
         def run(i: int, lora: Any = None) -> Tensor:
             return theirs.run(sets[i], lora)[:, : model.hidden]
 
-        base, adapted = (computed(self.layer, a) for a in (self.base_activation, "silu"))
-        runs = {(f"{self.name}_base", 0): Run(run, of=base)}
+        of = computed(self.layer)
+        runs = {("vllm_base", 0): Run(run, of=of)}
         for rank, lora in self.loras.items():
-            runs[f"{self.name}_lora", rank] = Run(partial(run, lora=lora), of=adapted)
+            runs["vllm_lora", rank] = Run(partial(run, lora=lora), of=of)
         return runs
-
-
-class TritonKernels(Marlin):
-    """OAITritonExperts, vLLM's choice for gpt-oss without LoRA; with LoRA UnfusedOAITritonExperts,
-    which must be requested.
-    """
-
-    name = "tk"
-    schemes = {"mxfp4": "mxfp4tk"}
-    base_activation = "swigluoai"
-
-    def check(self) -> None:
-        require(self.layer.model.activation == "swigluoai", "taken for gpt-oss only")
 
 
 class TritonFP8(Marlin):

@@ -5,9 +5,8 @@ LAYER = """bound: bound_us, with adapters: ours_us, vLLM with: rivals.vllm_defau
     separate with: rivals.separate, ×: ratio, without: ours_base_us,
     vLLM without: rivals.vllm_base, _grouped_mm without: rivals.torch_grouped_mm_base"""
 FORMATS = """weights: format, bound: bound_us, with adapters: ours_us, ×: ratio, share: share,
-    in bf16: ours_bf16_us, vLLM with: rivals.vllm_lora, triton_kernels with: rivals.tk_lora,
-    without: ours_base_us, in bf16 without: ours_bf16_base_us, vLLM without: rivals.vllm_base,
-    triton_kernels without: rivals.tk_base, error: max_err_ratio"""
+    in bf16: ours_bf16_us, vLLM with: rivals.vllm_lora, without: ours_base_us,
+    in bf16 without: ours_bf16_base_us, vLLM without: rivals.vllm_base, error: max_err_ratio"""
 NVFP4 = """weights: format, bound: bound_us, with adapters: ours_us, share: share,
     without: ours_base_us, share without: share_base"""
 SERVING = """server: engine, load: workload, adapters: adapters, requests/s: request_throughput,

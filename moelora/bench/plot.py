@@ -23,7 +23,6 @@ NAMES = {  # of fields of result files
     "loop": "PyTorch, expert by expert",
     "grouped_mm": "torch's grouped GEMM",
     "separate": "separate LoRA kernels",
-    "dense": "cuBLAS, as many flops",
     "transformers": "transformers and PEFT",
 }
 FEW_TOKENS, FEW_CASES = 3, 6  # at most so many are bars

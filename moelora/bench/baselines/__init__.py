@@ -77,7 +77,6 @@ BASELINES = {
     "separate": "ours:Separate",
     "vllm": "native:VLLM",
     "grouped_mm": "native:GroupedMM",
-    "dense": "native:Dense",
     "transformers": "transformers:Transformers",
 }
 READ_QUANTIZED = {"ours", "unpacked", "unpacking"}
@@ -88,11 +87,10 @@ ABOUT = {
     "separate": "moelora's base products, then its kernels that add adapters to them",
     "vllm": "an installed vLLM's layer, without adapters",
     "grouped_mm": "torch's grouped GEMM: twice for the base, six times more for adapters",
-    "dense": "cuBLAS products of the same flops, without adapters; from 1024 tokens on",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
 }
 DEFAULTS = {
-    "cuda": ["separate", "vllm", "grouped_mm", "dense", "loop"],
+    "cuda": ["separate", "vllm", "grouped_mm", "loop"],
     "cpu": ["loop", "transformers"],
 }
 DEFAULTS_OF_QUANTIZED = {

@@ -1,4 +1,4 @@
-"""Layers that others wrote: of torch's grouped GEMM, of dense products, an installed vLLM's."""
+"""Layers that others wrote: of torch's grouped GEMM, an installed vLLM's."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -78,30 +78,6 @@ def delta(x: Tensor, a: Tensor, b: list[Tensor], ends: Tensor) -> Tensor:
     return torch.cat(
         [torch._grouped_mm(t.contiguous(), w, offs=ends) for t, w in zip(parts, b, strict=True)], 1
     )
-
-
-class Dense:
-    """Two products of all rows with one expert's weights: a lower bound without routing. Computes
-    another function, so its result is not checked.
-    """
-
-    FEWEST = 1024  # below, it would read less memory than any layer must
-
-    def __init__(self, layer: Layer, options: Options):
-        self.model = layer.model
-        self.w13, self.w2 = (w[0].t() for w in layer.tensors)
-
-    def runs(self, batches: Sequence[Batch]) -> Runs:
-        tokens = len(batches[0].x)
-        require(tokens >= self.FEWEST, f"from {self.FEWEST} tokens on")
-        rows = batches[0].x.repeat(self.model.top_k, 1)
-        h = rows.new_zeros(len(rows), self.model.intermediate)
-
-        def call(i: int) -> None:
-            torch.mm(rows, self.w13)
-            torch.mm(h, self.w2)
-
-        return {("dense_base", 0): Run(call)}
 
 
 class VLLM:
