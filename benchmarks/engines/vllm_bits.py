@@ -6,6 +6,7 @@ other bits in the other batch. Requests with different adapters may have the sam
 has several outputs, alone and in the mixed batch.
 """
 
+import hashlib
 from collections import defaultdict
 
 import torch
@@ -14,13 +15,10 @@ from torch import Tensor, nn
 LAYERS = ".experts"  # how names of MoE layers end in vLLM's models, with LoRA or without
 
 
-def digests(t: Tensor) -> list[tuple[int, int]]:
-    """128 bits for each row, from all of its bits, whatever the batch."""
-    rows = t.detach().reshape(-1, t.shape[-1]).contiguous()
-    words = rows.view({2: torch.int16, 4: torch.int32}[t.element_size()]).to(torch.int64)
-    draw = torch.Generator().manual_seed(words.shape[1])
-    factors = torch.randint(-(2**62), 2**62, (2, words.shape[1]), generator=draw).to(t.device)
-    return list(zip(*((words * f).sum(-1).tolist() for f in factors), strict=True))
+def digests(t: Tensor) -> list[bytes]:
+    """Of each row."""
+    rows = t.detach().reshape(-1, t.shape[-1]).cpu().contiguous().view(torch.uint8)
+    return [hashlib.sha1(row).digest() for row in rows.numpy()]
 
 
 class Rows:
