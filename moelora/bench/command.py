@@ -172,12 +172,10 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         args.baselines = defaults if args.baselines == "auto" else []
     else:
         args.baselines = _words("--baselines", args.baselines, known)
-    for name in ("threads", "mm_size"):
-        if (number := getattr(args, name, None)) is not None and number < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted at least 1")
-    for name in ("budget_ms", "patience_s", "deadline_s"):
-        if not (number := getattr(args, name, 0)) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted 0 or more")
+    for name in ("threads", "mm_size", "budget_ms", "patience_s", "deadline_s"):
+        least = 1 if name in ("threads", "mm_size") else 0
+        if (number := getattr(args, name, None)) is not None and not number >= least:
+            raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted {least} or more")
     if math.isinf(args.budget_ms):
         raise ValueError("--budget-ms is inf, wanted a finite time")
     if getattr(args, "out", None):

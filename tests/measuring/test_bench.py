@@ -147,7 +147,7 @@ def test_quick_measures_one_layer_of_few_tokens():
         (["--adapters", "1,some"], "--adapters is '1,some'"),
         (["--max-cc", "8"], "compute_capability is 8, expected 80 or more"),
         (["--threads", "0"], "--threads is 0"),
-        (["--mm-size", "0"], "--mm-size is 0, wanted at least 1"),
+        (["--mm-size", "0"], "--mm-size is 0, wanted 1 or more"),
         (["--budget-ms", "nan"], "--budget-ms is nan, wanted 0 or more"),
         (["--budget-ms", "inf"], "--budget-ms is inf, wanted a finite time"),
         (["--patience-s", "-1"], "--patience-s is -1.0, wanted 0 or more"),
