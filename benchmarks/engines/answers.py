@@ -14,7 +14,6 @@ two of 36, three of 83.
 
 import json
 import math
-import re
 import statistics
 
 TIE = 0.3  # minimum threshold of a near-tie: kernels, and thus rounding, differ with batch size
@@ -166,18 +165,12 @@ def write_replies(path, check):
     path.write_text(json.dumps(replies))
 
 
-def distances(said):
-    """Median distances from the reference by adapter, as `engine_reference` prints them."""
-    found = [re.match(r"(\S+)\s+\|dlp\| median ([0-9.]+)", line) for line in said]
-    return {match[1]: float(match[2]) for match in found if match}
-
-
 def judge(said, engine="moelora", baseline="vllm"):
     """Rows that hold an engine's distances from the reference against a baseline's.
 
-    `said` is {run: lines}.
+    `said` is {run: {adapter: median distance}}.
     """
-    ours, theirs = (distances(said.get(name, ())) for name in (engine, baseline))
+    ours, theirs = (said.get(name, {}) for name in (engine, baseline))
     return [
         {
             "topic": "distance",
@@ -193,5 +186,5 @@ def judge(said, engine="moelora", baseline="vllm"):
 
 def same_by(said):
     """Two correct engines differ by no more than both together from the reference."""
-    far = [max(distances(lines).values(), default=0.0) for lines in said.values()]
+    far = [max(found.values(), default=0.0) for found in said.values()]
     return max(SAME, sum(far)) if len(far) == 2 else SAME

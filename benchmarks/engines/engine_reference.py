@@ -5,8 +5,8 @@
 Reads a folder of `engine_model`, or one of `vllm_gpt_oss` with unquantized experts, and
 log-probabilities of prompts from an engine, for the base model and each adapter
 (`answers.write_replies`). Prints how far each is from the reference, and how far those
-of another adapter would be. Exit status 1: a median of the former exceeds --tol, or a third of the
-median of the latter.
+of another adapter would be, a line of JSON each. Exit status 1: a median of the former exceeds
+--tol, or a third of the median of the latter.
 """
 
 import argparse
@@ -92,15 +92,11 @@ def differences(ours, theirs):
 
 
 def judge(name, wanted, got, other, tolerance):
-    """(line, whether it is right): `got` is what the engine gave, `other` what of another."""
-    off = differences(wanted, got)
-    median, wrong = statistics.median(off), statistics.median(differences(wanted, other))
-    right = median < tolerance and median < wrong / 3
-    p95 = sorted(off)[int(0.95 * len(off))]
-    return (
-        f"{name:<14} |dlp| median {median:.4f} p95 {p95:.4f}   against the wrong model "
-        f"{wrong:.4f}   {'ok' if right else 'BAD'}"
-    ), right
+    """How far `got`, what the engine gave, is from `wanted`, beside `other`, what of another."""
+    off, wrong = sorted(differences(wanted, got)), statistics.median(differences(wanted, other))
+    median, p95 = statistics.median(off), off[int(0.95 * len(off))]
+    row = {"median": round(median, 4), "p95": round(p95, 4), "another": round(wrong, 4)}
+    return {"who": name} | row | {"ok": median < tolerance and median < wrong / 3}
 
 
 def main(argv=None):
@@ -118,8 +114,7 @@ def main(argv=None):
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(manifest["base"], **how).to(device).eval()
     model.set_experts_implementation("eager")
-    print(f"reference: transformers, adapters merged in float32 on {device}")
-    all_right = True
+    rows = []
     for i, name in enumerate(given["names"]):
         if name == "base":
             wanted = prompt_logprobs(model, given["prompts"])
@@ -127,11 +122,9 @@ def main(argv=None):
             with merged(model, folders[name]):
                 wanted = prompt_logprobs(model, given["prompts"])
         other = given["lps"][0 if i else -1]
-        line, right = judge(name, wanted, given["lps"][i], other, args.tol)
-        all_right &= right
-        print(line)
-    print(f"reference check {'OK' if all_right else 'FAILED'}")
-    return 0 if all_right else 1
+        rows.append(judge(name, wanted, given["lps"][i], other, args.tol))
+        print(json.dumps(rows[-1]), flush=True)
+    return 0 if all(row["ok"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import json
 import os
 import pathlib
 import shutil
@@ -137,8 +138,10 @@ class Bench:
             job = self.job(f"reference of {name}", [*self.hold_against, *words], 150)
             ok = self.done(job)
             if job is not None:
-                self.said[name] = said = job.log.read_text().splitlines()[-6:]
-                self.checks.append({"topic": "reference", "run": name, "said": said, "ok": ok})
+                lines = job.log.read_text().splitlines()
+                rows = [json.loads(line) for line in lines if line.startswith('{"who"')]
+                self.said[name] = {row["who"]: row["median"] for row in rows}
+                self.checks.append({"topic": "reference", "run": name, "said": rows, "ok": ok})
         self.write()
 
     def replies(self):

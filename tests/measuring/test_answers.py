@@ -51,9 +51,9 @@ def test_how_close_is_close_is_seen_from_all_prompts_but_a_hundredth(far, ties):
 
 @pytest.mark.parametrize(("ours", "ok"), [(0.08, True), (0.09, False)])
 def test_a_reference_judges_engines_that_round_activations(ours, ok):
-    said = {"moelora": [f"base   |dlp| median {ours} p95 0.3   against ...", "reference check OK"]}
+    said = {"moelora": {"base": ours}}
     assert answers.judge(said) == []
-    said["vllm"] = ["base   |dlp| median 0.0700 p95 0.3   against the wrong model 1.8   ok"]
+    said["vllm"] = {"base": 0.07}
     row = {"topic": "distance", "who": "base", "moelora": ours, "vllm": 0.07, "ok": ok}
     assert answers.judge(said) == [row]
 
