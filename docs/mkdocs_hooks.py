@@ -14,6 +14,7 @@ from benchmarks import tables  # noqa: E402
 
 def on_page_markdown(markdown, page, config, **_):
     """Inserts tables. Points links out of docs/ to the repository, or drops them if unknown."""
+    url = (config.repo_url or "").rstrip("/")
 
     def absolute(link):
         text, target = link.groups()
@@ -21,10 +22,10 @@ def on_page_markdown(markdown, page, config, **_):
         if not path.exists():
             raise FileNotFoundError(f"{page.file.src_uri}: there is no {target}")
         where = path.relative_to(HERE.parent).as_posix()
-        url = (config.repo_url or "").rstrip("/")
         return f"[{text}]({url}/blob/{REF}/{where})" if url else text
 
-    return re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", absolute, tables.for_site(markdown))
+    text = re.sub(r"\[([^\]]*)\]\((\.\./[^)\s]+)\)", absolute, tables.for_site(markdown))
+    return text.replace("https://github.com/OWNER/moelora", url) if url else text
 
 
 def on_page_content(html, **_):

@@ -13,23 +13,35 @@ NOTEBOOKS = {  # by page
     DOCS / "quick-start.md": HERE / "quick_start.ipynb",
     DOCS / "tenants.md": HERE / "tenants.ipynb",
 }
+REPOSITORY = "https://github.com/OWNER/moelora"
 # Paths in the page are of the repository's top. Jupyter starts where the notebook is, or elsewhere;
-# an editable install says where the checkout is.
-START = """\
+# an editable install says where the checkout is. Without one, this folder is downloaded.
+ARCHIVE = f"{REPOSITORY}/archive/main.tar.gz"
+UNPACK = "tar xz --strip-components 1 --wildcards '*/examples'"
+START = f"""\
 import os
+import subprocess
 from pathlib import Path
 
 import moelora
 
 near = Path.cwd(), *Path.cwd().parents, Path(moelora.__file__).parents[1]
-checkouts = [folder for folder in near if (folder / "examples/demo_model").is_dir()]
-assert checkouts, "open the notebook in a clone of moelora's repository, which has the demo's model"
-os.chdir(checkouts[0])"""
+folders = [folder for folder in near if (folder / "examples/demo_model").is_dir()]
+if not folders:  # the demo's model and adapters
+    url = "{ARCHIVE}"
+    line = f"curl -fL {{url}} | {UNPACK}"
+    subprocess.run(line, shell=True, check=True)
+os.chdir(folders[0] if folders else Path.cwd())"""
 
 
-def cells(page: str) -> list[dict]:
+def cells(page: str, name: str) -> list[dict]:
+    colab = REPOSITORY.replace("github.com", "colab.research.google.com/github")
+    of_itself = (
+        f"\n[Open in Colab]({colab}/blob/main/examples/{name}), "
+        f"[download]({REPOSITORY}/raw/main/examples/{name}).\n"
+    )
     text = page.split("\n## The demo\n")[0]
-    text = re.sub(r" The same as a\s+notebook:\s[^\n]*\n", "\n", text)
+    text = re.sub(r" The same as a\s+notebook:\s[^\n]*\n", of_itself, text)
     text = re.sub(r"\]\((?!\.\./|http)([^)]+)\)", r"](../docs/\1)", text)
     found = []
     for i, part in enumerate(re.split(r"^```python\n(.*?)^```\n", text, flags=re.M | re.S)):
@@ -47,7 +59,7 @@ def cell(kind: str, text: str, name: int | str) -> dict:
 def notebook(page: Path) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     content = {
-        "cells": cells(page.read_text()),
+        "cells": cells(page.read_text(), NOTEBOOKS[page].name),
         "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
         "nbformat": 4,
         "nbformat_minor": 5,
