@@ -145,14 +145,10 @@ def _factors(groups: list[Group]) -> Table:
 
 def _write_per_expert(args: argparse.Namespace) -> str:
     """Write the adapter, which `_fits` has accepted; what was written, in a line."""
-    from moelora.integrations.transformers import moe_layers
-    from moelora.integrations.transformers.empty import empty_model
-    from moelora.integrations.transformers.linears import linear_layers
+    from moelora.integrations.transformers.empty import empty_layers
 
-    empty = empty_model(args.model)
-    experts = moe_layers(empty)
-    layers = {layer.name: layer for _, layer in experts.values()}
-    linears = {name: linear.layer for name, linear in linear_layers(empty, experts).items()}
+    empty, layers, found = empty_layers(args.model)
+    linears = {name: linear.layer for name, linear in found.items()}
     adapter = load(args.folder, None, [*layers.values()], [*linears.values()], layout=args.layout)
     base = read_json(file_in(Path(args.folder), CONFIG_FILE)).get("base_model_name_or_path")
     kind = empty.config.model_type
@@ -171,25 +167,18 @@ def _write_per_expert(args: argparse.Namespace) -> str:
 
 def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], list[str]]:
     """How a model would serve an adapter, in lines of text, and what prevents it."""
-    from moelora.integrations.transformers import moe_layers
-    from moelora.integrations.transformers.empty import empty_model
+    from moelora.integrations.transformers.empty import empty_layers
     from moelora.integrations.transformers.enable import own_experts
-    from moelora.integrations.transformers.linears import linear_layers
 
-    empty = empty_model(model)
-    name = type(empty).__name__
-    try:
-        experts = moe_layers(empty)
-    except ValueError:
-        experts = {}
-    linears = linear_layers(empty, experts)
-    has = f"{name} has {len(experts)} layers of experts, {len(linears)} linear layers or embeddings"
+    empty, experts, linears = empty_layers(model)
+    has = f"{type(empty).__name__} has {len(experts)} layers of experts, "
+    has += f"{len(linears)} linear layers or embeddings"
     aside = own_experts(empty, set(experts))
     if aside:
         has += f"; {', '.join(aside)} are code of its own, which moelora does not run"
-    layers = [layer for _, layer in experts.values()]
+    specs = [*experts.values()], [linear.layer for linear in linears.values()]
     try:
-        info = peek(folder, layers, [linear.layer for linear in linears.values()], layout=layout)
+        info = peek(folder, *specs, layout=layout)
     except (ValueError, OSError) as error:
         return [has], [str(error)]
     refused = [n for n in info.linear_ranks if linears[n].refusal]

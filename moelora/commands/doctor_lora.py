@@ -87,9 +87,7 @@ def _read(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, Any]]:
 
 def _model(given: str | None, config: Mapping[str, Any]) -> tuple[Any, Model]:
     """The model on the meta device, and what the rules read of it."""
-    from moelora.integrations.transformers import moe_layers
-    from moelora.integrations.transformers.empty import empty_model
-    from moelora.integrations.transformers.linears import linear_layers
+    from moelora.integrations.transformers.empty import empty_layers
 
     base = given
     if base is None:
@@ -97,15 +95,10 @@ def _model(given: str | None, config: Mapping[str, Any]) -> tuple[Any, Model]:
         if not base or not Path(base, "config.json").is_file():
             name = base or "its base model, which the adapter does not name,"
             raise ValueError(f"--lora needs --model: {name} is no folder here with a config.json")
-    empty = empty_model(base)
-    try:
-        experts = moe_layers(empty)
-    except ValueError:
-        experts = {}
-    linears = linear_layers(empty, experts)
+    empty, experts, linears = empty_layers(base)
     return empty, Model(
         empty.config.model_type,
-        {name: layer for name, (_, layer) in experts.items()},
+        experts,
         {name: linear.layer for name, linear in linears.items() if not linear.refusal},
         empty.config.get_text_config().num_hidden_layers,
     )

@@ -9,6 +9,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from moelora.adapters import MoELayer
+from moelora.integrations.transformers.layers import moe_layers
+from moelora.integrations.transformers.linears import Linear, linear_layers
+
 AUTO = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MultimodalLM")
 
 
@@ -50,3 +54,15 @@ def empty_model(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = make(config)
     return model
+
+
+def empty_layers(
+    config: Any,
+) -> tuple[PreTrainedModel, dict[str, MoELayer], dict[str, Linear]]:
+    """`empty_model`, its layers of experts, without which it may be, and its other layers."""
+    model = empty_model(config)
+    try:
+        experts = {name: layer for name, (_, layer) in moe_layers(model).items()}
+    except ValueError:
+        experts = {}
+    return model, experts, linear_layers(model, experts)
