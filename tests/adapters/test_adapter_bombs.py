@@ -9,7 +9,6 @@ import re
 import struct
 import subprocess
 import sys
-import tarfile
 import zlib
 
 import pytest
@@ -111,14 +110,6 @@ def legacy():
     return file.getvalue()
 
 
-def tar():
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tape:
-        for name in ("storages", "tensors", "pickle"):
-            tape.addfile(tarfile.TarInfo(name), io.BytesIO())
-    return file.getvalue()
-
-
 WIDE = {"size": 0xFFFFFFFF, "extra": struct.pack("<2H2Q", 1, 16, 1 << 62, 1 << 62)}
 OVER = "data/0", b"", {"at": 0, "size": 4096}
 TORCH = {
@@ -173,7 +164,6 @@ TORCH = {
     "directory-of-64-bits": (end64(1 << 62), "no zip file"),
     "byte-order": (archive(state(**KEPT), byteorder=b"big"), "byte order is b'big'"),
     "legacy": (legacy(), "no zip file"),
-    "tar": (tar(), "no zip file"),
     "empty": (b"", "no zip file"),
 }
 
