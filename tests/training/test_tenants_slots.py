@@ -13,7 +13,7 @@ from moelora.adapters import held as held_module
 from moelora.adapters import host, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
 from moelora.training import Tenants
-from moelora.training.tenants import factors, rows, tenant, tenants
+from moelora.training.tenants import factors, rows, steps, tenant, tenants, trained, updates
 
 
 @pytest.fixture(params=PLACES)
@@ -225,7 +225,7 @@ def test_a_step_without_a_slot_for_the_next_version_changes_nothing(names, max_l
 
 # ---- interrupts ----
 
-MODULES = (factors, rows, tenant, tenants, host, held_module, pool_module)
+MODULES = (factors, rows, steps, tenant, tenants, trained, updates, host, held_module, pool_module)
 FILES = {m.__file__ for m in (*MODULES, linears, slots, stacks, turns, versions)}
 EVERY = extent(nightly=7, ci=311)  # of some 7,000 instructions
 
