@@ -50,6 +50,14 @@ def set_sparse(factors: Iterable[Tensor], sparse: bool) -> None:
         setattr(factor, _MARK, sparse)
 
 
+def freeze(stacks: Sequence[Tensor]) -> None:
+    """End gradients of these factors."""
+    set_sparse(stacks, False)
+    for stack in stacks:
+        stack.requires_grad_(False)
+        stack.grad = None
+
+
 @cache
 def warn_silently() -> None:
     """Make the first sparse tensor of the process, of which torch 2.11 warns even if its indices

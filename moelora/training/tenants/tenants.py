@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
-from moelora.operators.sparse import set_sparse, warn_silently
+from moelora.operators.sparse import freeze, set_sparse, warn_silently
 from moelora.training.tenants.arguments import check_arguments, check_pool
 from moelora.training.tenants.files import save
 from moelora.training.tenants.new import new_adapter
@@ -119,7 +119,7 @@ class Tenants:
         self._stacks = [stack for pair in stacks_of(pool).values() for stack in pair]
         for stack in self._stacks:
             stack.requires_grad_()
-        self._freeze = finalize(self, _freeze, self._stacks)
+        self._freeze = finalize(self, freeze, self._stacks)
         self._freeze.atexit = False
 
     # -- tenants in and out --
@@ -496,10 +496,3 @@ class Tenants:
         with self._lock:
             found = self._replicas.together(call, read, lambda both: content(self[name], *both))
             self._replicas.together(call, lambda: write(*found) if is_first else None, lambda _: {})
-
-
-def _freeze(stacks: Sequence[Tensor]) -> None:
-    set_sparse(stacks, False)
-    for stack in stacks:
-        stack.requires_grad_(False)
-        stack.grad = None
