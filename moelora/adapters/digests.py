@@ -22,15 +22,9 @@ _WRAP = 1 << 64
 
 
 def fingerprint(factor: Tensor, what: str, first: int = 0) -> int:
-    """Of a factor (rows, columns), or of several experts (E, rows, columns).
+    """Of a factor (rows, columns), or of several experts (E, rows, columns) from `first` on.
 
-    Parameters
-    ----------
-    factor : Tensor, bfloat16, float16 or float32
-    what : str
-        The factor's side, and for experts its projection: "A", "down B".
-    first : int
-        The number of the first expert.
+    `what` is the factor's side, and for experts its projection: "A", "down B".
     """
     total = 0
     salt = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little")

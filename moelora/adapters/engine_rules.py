@@ -63,17 +63,8 @@ def fates(
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
 ) -> list[Fate]:
-    """What `engine` does with tensors of these names and shapes.
-
-    Parameters
-    ----------
-    engine : "vllm" or "sglang"
-    model : Model
-    shapes : mapping of str to tuple of int
-        All tensors of adapter_model.safetensors.
-    config : mapping
-        The content of adapter_config.json.
-    """
+    """What `engine` does with all tensors of adapter_model.safetensors, by name and shape, and the
+    content of adapter_config.json."""
     rules = {"vllm": _vllm, "sglang": _sglang}[engine]
     return sorted(rules(model, shapes, config), key=lambda fate: fate.key)
 

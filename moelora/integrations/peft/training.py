@@ -40,16 +40,8 @@ def arguments(
 ) -> dict[str, Any]:
     """The adapter arguments of `fused_experts_lora` for one call of one layer.
 
-    Parameters
-    ----------
-    wrappers : sequence of ParamWrapper
-        PEFT's wrappers around the experts.
-    names : sequence of str
-        The adapters of slots 0, 1, ...
-    mapping : Tensor, shape (M,)
-        Slot of each token.
-    dtype : torch.dtype
-        Dtype of the experts. Float32 factors are kept; others are converted to it.
+    `names` are the adapters of slots 0, 1, ..., `mapping` (M,) the slot of each token. Float32
+    factors are kept; others are converted to `dtype`, that of the experts.
     """
     found: dict[str, Any] = {"token_lora_mapping": mapping}
     scalings = [{w.scaling[name] for w in wrappers if name in w.scaling} for name in names]

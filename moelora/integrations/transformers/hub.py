@@ -9,19 +9,9 @@ from typing import Any
 def local_folder(source: str | Path, files: list[str], **options: Any) -> Path:
     """Returns a local folder, downloaded if `source` is the id of a repository on the Hub.
 
-    Parameters
-    ----------
-    source : str or Path
-        A folder, or "org/name".
-    files : list of str
-        Patterns of the files to download.
-    **options
-        For `huggingface_hub.snapshot_download`.
-
-    Raises
-    ------
-    FileNotFoundError
-        `source` looks like an id, but the Hub has no such repository or cannot be reached.
+    `files` are patterns of the files to download, `options` those of `snapshot_download`. Raises
+    FileNotFoundError if `source` looks like an id, but the Hub has no such repository or cannot be
+    reached.
     """
     folder = Path(source).expanduser()
     if folder.exists() or isinstance(source, Path) or str(source).count("/") != 1:

@@ -41,23 +41,11 @@ OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV c
 
 
 def scheme_of(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
-    """The scheme of a linear layer.
+    """The scheme of a linear layer of a folder, whose tensors' names end in `parts`.
 
-    Parameters
-    ----------
-    config : mapping
-        `quantization_config` of config.json.
-    linear : str
-        Its name in the folder.
-    parts : collection of str
-        Suffixes of its tensors' names.
-
-    Raises
-    ------
-    NotImplementedError
-        The folder's method or a setting is not supported.
-    ValueError
-        Settings are damaged, or do not cover these tensors.
+    `config` is the `quantization_config` of config.json. Raises NotImplementedError if the folder's
+    method or a setting is not supported, ValueError if settings are damaged, or do not cover these
+    tensors.
     """
     method = config.get("quant_method")
     if isinstance(method, str) and method in METHODS:

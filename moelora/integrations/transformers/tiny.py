@@ -82,17 +82,8 @@ def _parts(config: Any) -> Iterator[Any]:
 def changed(config: Any, adapter: Adapter) -> dict[str, str]:
     """The layers that an adapter has factors of: "" if it changes the layer's output, else why not.
 
-    Parameters
-    ----------
-    config : transformers.PretrainedConfig
-        The model's own.
-    adapter : Adapter
-        Of `moelora.adapters.load`, for the layers of this model.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        No small model of this architecture is made, or it does not run.
+    Raises ValueError or NotImplementedError if no small model of this architecture is made, or it
+    does not run.
     """
     small = shrunk(config)
     cls: Any = factory(small)

@@ -63,13 +63,8 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """What `write_state` wrote.
 
-    Raises
-    ------
-    FileNotFoundError
-        The folder or a file is missing.
-    ValueError
-        A file is damaged, is a link out of the folder, or has a tensor of which the other file does
-        not tell.
+    Raises FileNotFoundError if the folder or a file is missing, ValueError if a file is damaged, is
+    a link out of the folder, or has a tensor of which the other file does not tell.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
