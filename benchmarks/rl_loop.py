@@ -75,7 +75,7 @@ class Vllm:
     request = None
 
     def __init__(self, folder, args, lora=True):
-        from benchmarks.engines import vllm_engine  # sets vLLM's environment
+        import benchmarks.engines.vllm_engine  # noqa: F401, sets vLLM's environment
 
         plugin = args.work / "plugin"
         if not plugin.exists():
@@ -84,7 +84,7 @@ class Vllm:
         from vllm import LLM
 
         options = {"dtype": "bfloat16", "max_model_len": 2048, "skip_tokenizer_init": True}
-        sizes = sorted({*vllm_engine.GRAPHS, args.group})
+        sizes = sorted({1, 2, 4, *range(8, args.group, 8), args.group})
         graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
         options |= {"max_num_seqs": sizes[-1], "compilation_config": {"mode": 0} | graphs}
         if lora:  # slots for the version that runs, the last and the new one
