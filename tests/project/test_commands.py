@@ -37,7 +37,7 @@ def test_info_names_the_version_and_all_variants(info):
 
 def test_without_a_command_help_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["moelora"])
-    monkeypatch.delitem(sys.modules, "moelora.__main__")
+    monkeypatch.delitem(sys.modules, "moelora.__main__", raising=False)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module("moelora", run_name="__main__")
     assert stopped.value.code == 2
