@@ -10,11 +10,9 @@ def release(engine, topic):
 
 
 # Files of answers: engine, what it ran, topic, the run with moelora and the one without.
-BOTH = (
-    ("vLLM", "bf16", "e2e-invariance", "moelora", "vllm"),
-    ("vLLM", "FP8", "e2e-sampler-fp8", "moelora", "vllm"),
-)
+BOTH = (("vLLM", "FP8", "e2e-sampler-fp8", "moelora", "vllm"),)
 WITH_REFERENCE = (
+    ("vLLM", "bf16, attention too", "e2e-answers", "moelora", "vllm"),
     ("SGLang", "bf16", "e2e-answers-sglang", "moelora, v2", "sglang, v2"),
     ("SGLang", "FP8", "e2e-answers-sglang-fp8", "moelora, v2", "sglang, v2"),
     ("SGLang", "NVFP4", "e2e-answers-sglang-marlin", "moelora, marlin", "sglang, marlin"),
@@ -29,7 +27,7 @@ def output_differences():
     """Of the base model and four adapters: prompts' log-probabilities, and greedy replies, with
     moelora and without."""
     said = []
-    for engine, form, topic, ours, theirs in (*BOTH, *WITH_REFERENCE):
+    for engine, form, topic, ours, theirs in (*WITH_REFERENCE, *BOTH):
         answers = [row for row in rows_of(topic) if row["topic"] == "answers"]
         both = [row for row in answers if row["compared"] == f"{ours}, {theirs}"]
         alone = [row for row in answers if row["compared"] == f"{ours}: mixed, each alone"]
