@@ -103,8 +103,20 @@ class Streams:
         for (device, _), reader in list(self._readers.items()):
             self._of(device).wait_stream(reader)
 
-    def run(self, device: torch.device, copy: Callable[[], None]) -> torch.cuda.Event | None:
-        """Run `copy` on the stream of copies of `device`; the event after it, None on a CPU."""
+    def record(self, device: torch.device) -> torch.cuda.Event | None:
+        """An event after what the current stream has launched; None on a CPU or in a capture."""
+        if device.type != "cuda" or is_capturing():
+            return None
+        return torch.cuda.current_stream(device).record_event()
+
+    def run(
+        self,
+        device: torch.device,
+        copy: Callable[[], None],
+        after: torch.cuda.Event | None = None,
+    ) -> torch.cuda.Event | None:
+        """Run `copy` on the stream of copies of `device`, which waits for `after`; the event after
+        it, None on a CPU."""
         if device.type != "cuda":
             copy()
             return None
@@ -112,6 +124,8 @@ class Streams:
         # Not torch.cuda.stream(): an interrupt as it begins would leave the stream current.
         try:
             torch.cuda.set_stream(self._of(device))
+            if after is not None:
+                self._of(device).wait_event(after)
             copy()
             event = torch.cuda.Event()
             event.record()

@@ -28,6 +28,7 @@ PARTS = (
     "DELTAS",
     "LINEAR",
     "CONFIGS",
+    "PREFETCH",
     "QUANTIZED",
     "SHARED",
     "TRAVEL",

@@ -58,7 +58,8 @@ class VLLM:
         for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
             self._put_back(place, names)
             self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
-        for part in (self.interface.CONFIGS, self.interface.UPDATES, self.interface.TRAVEL):
+        for name in ("CONFIGS", "PREFETCH", "TRAVEL", "UPDATES"):
+            part = getattr(self.interface, name)
             for place, names in (*part.called.items(), *part.replaced.items()):
                 self._put_back(place, names)
         for needed in self.methods.values():

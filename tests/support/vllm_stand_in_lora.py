@@ -6,7 +6,8 @@ linear layer stand for a model.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -81,16 +82,16 @@ LORA_CONFIG = SimpleNamespace(
 )
 
 
-def linear(slots):
+def linear(slots, device):
     module = BaseLinearLayerWithLoRA()
-    module.device, module.input_size, module.output_slices = "cpu", K, (K,)
+    module.device, module.input_size, module.output_slices = device, K, (K,)
     module.create_lora_weights(slots, LORA_CONFIG)
     return module
 
 
-def experts(slots):
+def experts(slots, device):
     module = FusedMoEWithLoRA()
-    module.device, module._w13_slices, module.tp_size = "cpu", 2, 1
+    module.device, module._w13_slices, module.tp_size = device, 2, 1
     module.moe_config = SimpleNamespace(
         num_local_experts=E, hidden_dim=K, intermediate_size_per_partition=I
     )
@@ -98,14 +99,28 @@ def experts(slots):
     return module
 
 
+class LRUCache(OrderedDict):
+    def __init__(self):
+        super().__init__()
+        self.pinned_items = set()
+
+    def touch(self, key):
+        if key in self:
+            self.move_to_end(key)
+
+    def oldest(self):
+        return next(key for key in self if key not in self.pinned_items)
+
+
 class LoRAModelManager:
     def __init__(self, lora_config):
         self.lora_config = lora_config
         self.capacity, self.lora_slots = lora_config.max_cpu_loras, lora_config.max_loras
-        self.modules = {name: experts(self.lora_slots) for name in LAYERS}
-        self.modules[LINEAR] = linear(self.lora_slots)
+        device = getattr(lora_config, "device", "cpu")
+        self.modules = {name: experts(self.lora_slots, device) for name in LAYERS}
+        self.modules[LINEAR] = linear(self.lora_slots, device)
         self.model = torch.nn.ModuleList(self.modules.values())
-        self._registered_adapters, self._active_adapters = OrderedDict(), OrderedDict()
+        self._registered_adapters, self._active_adapters = LRUCache(), LRUCache()
         self.lora_index_to_id = [None] * self.lora_slots
         self._last_mapping, self._enable_mixed_moe_lora_format = None, False
         meta = SimpleNamespace(token_lora_mapping=torch.empty(0, dtype=torch.int32))
@@ -168,19 +183,18 @@ class LoRAModelManager:
         return True
 
     def activate_adapter(self, lora_id):
-        if lora_id not in self._active_adapters and len(self._active_adapters) >= self.lora_slots:
-            self.deactivate_adapter(next(iter(self._active_adapters)))
-        if lora_id not in self._active_adapters:
-            index = self.lora_index_to_id.index(None)
-            for name, module in self.modules.items():
-                lora = self._registered_adapters[lora_id].loras.get(name)
-                if lora is None:
-                    module.reset_lora(index)
-                else:
-                    module.set_lora(index, lora.lora_a, lora.lora_b)
-            self.lora_index_to_id[index] = lora_id
-            self._active_adapters[lora_id] = None
-        self._active_adapters.move_to_end(lora_id)
+        if lora_id in self._active_adapters:
+            return False
+        index = self.lora_index_to_id.index(None)
+        lora_model = self._registered_adapters[lora_id]
+        for name, module in self.modules.items():
+            lora = self._get_lora_layer_weights(lora_model, name)
+            if lora is None:
+                module.reset_lora(index)
+            else:
+                module.set_lora(index, lora.lora_a, lora.lora_b)
+        self.lora_index_to_id[index] = lora_id
+        self._active_adapters[lora_id] = None
         return True
 
     def deactivate_adapter(self, adapter_id):
@@ -197,11 +211,24 @@ class LoRAModelManager:
         return self._registered_adapters.pop(adapter_id, None) is not None
 
 
+class LRUCacheLoRAModelManager(LoRAModelManager):
+    def activate_adapter(self, lora_id):
+        if lora_id not in self._active_adapters and len(self._active_adapters) >= self.lora_slots:
+            self.deactivate_adapter(self._active_adapters.oldest())
+        result = super().activate_adapter(lora_id)
+        self._active_adapters.touch(lora_id)
+        return result
+
+
 class WorkerLoRAManager:
     def __init__(self, lora_config):
         self.lora_config, self.max_position_embeddings = lora_config, 64
         self._lora_model_cls = LoRAModel
-        self._adapter_manager = LoRAModelManager(lora_config)
+        self._adapter_manager = LRUCacheLoRAModelManager(lora_config)
+
+    def set_active_adapters(self, requests, mapping):
+        self._apply_adapters(requests)
+        self._adapter_manager._last_mapping = mapping
 
     def _load_adapter(self, lora_request):
         helper = PEFTHelper.from_local_dir(lora_request.lora_path, self.max_position_embeddings)
@@ -226,6 +253,13 @@ class WorkerLoRAManager:
     def remove_adapter(self, adapter_id):
         return self._adapter_manager.remove_adapter(adapter_id)
 
+
+class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
+    def _apply_adapters(self, lora_requests):
+        assert len(lora_requests) <= self._adapter_manager.lora_slots
+        for lora in lora_requests:
+            self.add_adapter(lora)
+
     def add_adapter(self, lora_request):
         inner = self._adapter_manager
         if lora_request.lora_int_id not in self.list_adapters() or lora_request.load_inplace:
@@ -243,7 +277,7 @@ class Worker:
     device = torch.device("cuda", 0)
 
     def __init__(self, lora_config):
-        self.model_runner = SimpleNamespace(lora_manager=WorkerLoRAManager(lora_config))
+        self.model_runner = SimpleNamespace(lora_manager=LRUCacheWorkerLoRAManager(lora_config))
 
     def add_lora(self, lora_request):
         return self.model_runner.lora_manager.add_adapter(lora_request)
@@ -252,7 +286,10 @@ class Worker:
         """Products B A of all modules in the slot of a request, as a step reads them."""
         self.add_lora(request)
         inner = self.model_runner.lora_manager._adapter_manager
-        slot = inner.lora_index_to_id.index(request.lora_int_id)
+        return self.products(inner.lora_index_to_id.index(request.lora_int_id))
+
+    def products(self, slot):
+        inner = self.model_runner.lora_manager._adapter_manager
         found = {}
         for name, module in inner.modules.items():
             if name == LINEAR:
@@ -268,6 +305,75 @@ class Worker:
                 for e, product in enumerate(b[slot] @ a[slot]):
                     found[f"{name}.{e}.{projection}"] = product
         return found
+
+
+class Scheduler:
+    """Requests have a `lora_request`, or None; all that run are in each step."""
+
+    def __init__(self, lora_config):
+        self.lora_config, self.waiting, self.running = lora_config, deque(), []
+
+    def _handle_blocked_waiting_request(self, request):
+        return True
+
+    def schedule(self):
+        skipped = deque()
+        loras = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        while self.waiting:
+            request = self.waiting.popleft()
+            number = request.lora_request and request.lora_request.lora_int_id
+            full = number and number not in loras and len(loras) == self.lora_config.max_loras
+            if not self._handle_blocked_waiting_request(request) or full:
+                skipped.append(request)
+                continue
+            self.running.append(request)
+            loras |= {number} if number else set()
+        self.waiting.extend(skipped)
+        return list(self.running)
+
+
+class Executor:
+    """Workers in this process, or `late` ones, which reply when a step is executed."""
+
+    def __init__(self, workers, late=False):
+        self.workers, self.late, self.calls = workers, late, []
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
+        future = Future()
+        replies = [getattr(worker, method)(*args) for worker in self.workers]
+        self.calls.append(lambda: future.set_result(replies))
+        if not self.late:
+            self.reply()
+        return future if non_block else replies
+
+    def reply(self):
+        for call in self.calls:
+            call()
+        self.calls.clear()
+
+    def execute_model(self, requests):
+        loras = {id(r.lora_request): r.lora_request for r in requests if r.lora_request}
+        for worker in self.workers:
+            manager = worker.model_runner.lora_manager
+            manager.set_active_adapters([*loras.values()], SimpleNamespace())
+            slots = manager._adapter_manager.lora_index_to_id
+            for request in requests:
+                if request.lora_request:
+                    worker.launch(request, slots.index(request.lora_request.lora_int_id))
+        self.reply()
+
+
+class EngineCore:
+    def __init__(self, scheduler, model_executor):
+        self.scheduler, self.model_executor = scheduler, model_executor
+
+    def step(self):
+        scheduled = self.scheduler.schedule()
+        self.model_executor.execute_model(scheduled)
+        return scheduled
+
+    def step_with_batch_queue(self):
+        return None, False
 
 
 class InputProcessor:
@@ -286,10 +392,14 @@ class MPClient:
 class LLMEngine:
     """Of one process, or of several workers that only bytes and numbers reach."""
 
-    def __init__(self, workers, max_loras, max_cpu_loras):
+    def __init__(self, workers, max_loras, max_cpu_loras, **more):
         config = SimpleNamespace(
-            max_lora_rank=R, max_loras=max_loras, max_cpu_loras=max(max_loras, max_cpu_loras)
+            max_lora_rank=R,
+            max_loras=max_loras,
+            max_cpu_loras=max(max_loras, max_cpu_loras),
+            **more,
         )
+        self.lora_config = config
         self.workers = [Worker(config) for _ in range(workers)]
         self.engine_core = InprocClient() if workers == 1 else MPClient()
         parallel = SimpleNamespace(world_size=workers)
@@ -320,8 +430,8 @@ class LLMEngine:
 
 
 class LLM:
-    def __init__(self, workers=1, max_loras=2, max_cpu_loras=2):
-        self.llm_engine = LLMEngine(workers, max_loras, max_cpu_loras)
+    def __init__(self, workers=1, max_loras=2, max_cpu_loras=2, **more):
+        self.llm_engine = LLMEngine(workers, max_loras, max_cpu_loras, **more)
 
 
 def check_plain(value):
@@ -339,9 +449,13 @@ PLACES = {
     "vllm.lora.lora_model": ["LoRAModel"],
     "vllm.lora.model_manager": ["LoRAModelManager"],
     "vllm.lora.request": ["LoRARequest"],
-    "vllm.lora.worker_manager": ["WorkerLoRAManager"],
+    "vllm.lora.worker_manager": ["LRUCacheWorkerLoRAManager", "WorkerLoRAManager"],
+    "vllm.utils.cache": ["LRUCache"],
+    "vllm.v1.core.sched.scheduler": ["Scheduler"],
+    "vllm.v1.engine.core": ["EngineCore"],
     "vllm.v1.engine.input_processor": ["InputProcessor"],
     "vllm.v1.engine.llm_engine": ["LLMEngine"],
+    "vllm.v1.executor.abstract": ["Executor"],
     "vllm.v1.worker.gpu_worker": ["Worker"],
 }
 

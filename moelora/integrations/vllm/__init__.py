@@ -6,7 +6,8 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
-Adapters of linear layers are added by moelora's deltas (`linear`).
+Adapters of linear layers are added by moelora's deltas (`linear`); under `MOELORA_VLLM_PREFETCH=1`
+adapters of waiting requests are copied while others run.
 `update_adapters` gives a running engine adapters from memory.
 `MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
 are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
@@ -68,13 +69,15 @@ def unexpected(error: Exception) -> str:
 def wrap(owner: object, name: str, replacement: Callable[..., Any]) -> None:
     """Replace `owner.name` by a function that gets it first, once: plugins load repeatedly."""
     original = getattr(owner, name)
-    if not hasattr(original, "_moelora"):
+    function = getattr(replacement, "func", replacement)  # of a functools.partial
+    known, this = getattr(original, "_moelora", ()), f"{function.__module__}.{function.__name__}"
+    if this not in known:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        call._moelora = True  # type: ignore[attr-defined]
+        call._moelora = (*known, this)  # type: ignore[attr-defined]
         setattr(owner, name, call)
         _wrapped.append((owner, name, original))
 
@@ -149,6 +152,14 @@ def _install() -> None:
 
         update.install()
         digests.install()
+    from moelora.integrations.vllm import prefetch
+
+    if not switched_on(prefetch.SWITCH):
+        pass
+    elif problem := interface.problem(interface.PREFETCH):
+        say_once(f"{problem}; {prefetch.OWN_COPIES}")
+    else:
+        prefetch.install()
     if problem := interface.problem(interface.TRAVEL):
         adapters.ranks_mix = problem
     else:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moelora.adapters.digests import by_layer, fingerprint
 from moelora.integrations import shown
+from moelora.integrations.vllm import activation
 from moelora.integrations.vllm.route import reply
 from moelora.integrations.vllm.update import manager_of
 
@@ -34,6 +35,7 @@ def digests(worker: Any) -> dict[str, Any]:
         inner = manager_of(worker)._adapter_manager
         if any(getattr(module, "use_ep", False) for module in inner.modules.values()):
             raise ValueError("ranks have parts of the experts (expert parallel)")
+        activation.settle(inner)
         known = inner._registered_adapters
         models = dict(getattr(known, "cache", known))  # vLLM's notes a use of what is looked up
         return {str(number): _adapter(inner, number, models[number]) for number in models}

@@ -10,6 +10,7 @@ __all__ = [
     "DELTAS",
     "LAYERS",
     "LINEAR",
+    "PREFETCH",
     "QUANTIZED",
     "SHARED",
     "TRAVEL",
@@ -193,6 +194,37 @@ UPDATES = Interface(
         "vllm.v1.worker.gpu_worker": {"Worker.add_lora": "self lora_request"},
     },
     fields={"vllm.lora.request": {"LoRARequest": "lora_name lora_int_id lora_path"}},
+)
+
+# What copies adapters to slots ahead of the step that runs them.
+PREFETCH = Interface(
+    replaced={
+        "vllm.lora.model_manager": {
+            "LoRAModelManager._create_merged_loras_inplace": "self lora_model",
+            "LoRAModelManager.activate_adapter": "self lora_id",
+        },
+        "vllm.lora.worker_manager": {
+            "WorkerLoRAManager.set_active_adapters": "self requests mapping",
+        },
+        "vllm.v1.core.sched.scheduler": {
+            "Scheduler._handle_blocked_waiting_request": "self request",
+        },
+        "vllm.v1.engine.core": {
+            "EngineCore.step": "self",
+            "EngineCore.step_with_batch_queue": "self",
+        },
+    },
+    called={
+        "vllm.lora.model_manager": {
+            "LoRAModelManager._get_lora_layer_weights": "self lora_model module_name",
+            "LoRAModelManager.deactivate_adapter": "self adapter_id",
+        },
+        "vllm.lora.worker_manager": {"LRUCacheWorkerLoRAManager.add_adapter": "self lora_request"},
+        "vllm.utils.cache": {"LRUCache.touch": "self key"},
+        "vllm.v1.executor.abstract": {"Executor.collective_rpc": "self method args non_block"},
+        "vllm.v1.worker.gpu_worker": {"Worker.add_lora": "self lora_request"},
+    },
+    fields={"vllm.lora.request": {"LoRARequest": "lora_name lora_int_id load_inplace"}},
 )
 
 # What `share_experts` of moelora.integrations.transformers calls.

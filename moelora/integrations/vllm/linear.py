@@ -13,6 +13,7 @@ captured graphs read it; 0 if the slot's adapter has no factors for the layer.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -49,6 +50,12 @@ class SlotRanks:
     def put(self, slot: int, rank: int) -> None:
         self.on_host[slot] = rank
         self.tensor[slot].fill_(rank)  # an assignment would wait for the copies before it
+
+    def recorded(self, recorder: Callable[[Any], Any]) -> SlotRanks:
+        """The same with recorders (`activation`), for the writes of an adapter."""
+        twin = copy.copy(self)
+        twin.on_host, twin.tensor = recorder(self.on_host), recorder(self.tensor)
+        return twin
 
 
 # By the address of a layer's first A, as the operator only gets tensors. Layers own them.

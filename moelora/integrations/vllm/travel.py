@@ -81,10 +81,10 @@ def install() -> None:
 
     wrap(naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular, "prepare", _sending_ids)
     wrap(LoRAModelManager, "activate_adapter", _noting_slot)
-    wrap(WorkerLoRAManager, "_load_adapter", noting_id)  # where `update` does not call it
+    wrap(WorkerLoRAManager, "_load_adapter", _noting_id)
 
 
-def noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
+def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """`_load_adapter`, whose adapters remember their ids."""
     model = load_adapter(self, lora_request)
     model._moelora_id = global_id(lora_request.lora_name, lora_request.lora_path)

@@ -29,7 +29,7 @@ from torch import Tensor
 from moelora.adapters.factors import first_not_finite
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
-from moelora.integrations.vllm import SWITCH, travel, wrap
+from moelora.integrations.vllm import SWITCH, wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
 
 PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
@@ -456,7 +456,7 @@ def _known_model(load_adapter: Callable[..., Any], self: Any, lora_request: Any)
         if path not in models:
             raise ValueError(f"adapter {lora_request.lora_name!r} has left this engine")
         return models[path]
-    return travel.noting_id(load_adapter, self, lora_request)
+    return load_adapter(self, lora_request)
 
 
 def _merge_once(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:

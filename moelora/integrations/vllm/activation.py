@@ -1,0 +1,310 @@
+"""Adapters that vLLM activates: their writes are recorded once, and done on a stream of their own.
+
+vLLM activates an adapter on the stream that computes: `set_lora` of each module clears a slot and
+copies factors to it, and waits for that stream twice in each layer of experts. Here:
+
+    load       set_lora of each module runs on recorders instead of its stacks, which note
+               (stack, part of a slot, factor); factors become contiguous and pinned
+    activate   another stream waits until no batch reads the slot, then does what was noted
+    a batch    the stream that computes waits for the adapters in it that are still on the way
+
+A batch waits before it is launched, so that a captured graph has no wait in it. vLLM decides which
+adapter leaves its slot; modules that use their stacks otherwise are written by vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora.adapters.transfer import Arrival, Streams
+from moelora.integrations.vllm import travel, wrap
+
+SLOT = 0  # that `set_lora` is called for on recorders
+
+
+def install() -> None:
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    wrap(LoRAModelManager, "_create_merged_loras_inplace", _recording)
+    wrap(LoRAModelManager, "activate_adapter", _activate)
+    wrap(WorkerLoRAManager, "set_active_adapters", _waiting)
+
+
+# -- what an adapter writes to a slot --
+
+
+class _Recorder:
+    """Stands for a stack, or another sequence with an entry for each slot, in `set_lora`."""
+
+    def __init__(self, target: Any, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
+        self._target = target
+        self._noted = noted
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "size", "dim", "ndim", "dtype", "device"):
+            return getattr(self._target, name)
+        raise AttributeError(f"a recorder has no {name}")
+
+    def __getitem__(self, index: Any) -> _Part:
+        return _Part(self, _part(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.note(_part(index), value)
+
+    def note(self, part: tuple[Any, ...], value: Any) -> None:
+        self._noted.append((self._target, part, value))
+
+
+@dataclass
+class _Part:
+    """A part of a slot: only what is written to it is known."""
+
+    of: _Recorder
+    part: tuple[Any, ...]
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> None:
+        self.of.note(self.part, value)
+
+    def fill_(self, value: float) -> None:
+        self.of.note(self.part, value)
+
+
+def _part(index: Any) -> tuple[Any, ...]:
+    slot, *part = index if isinstance(index, tuple) else (index,)
+    if type(slot) is not int or slot != SLOT:
+        raise TypeError(f"{index!r} is not of one slot")
+    return tuple(part)
+
+
+@dataclass
+class Writes:
+    """What an adapter writes to a slot, from host memory.
+
+    zeros: stacks whose slot is cleared, since factors fill a part of it or none
+    copies: (stack, part of a slot, factor)
+    on_host: (list with an entry for each slot, value)
+    own: modules that vLLM writes
+    """
+
+    zeros: list[Tensor] = field(default_factory=list)
+    copies: list[tuple[Tensor, tuple[Any, ...], Tensor]] = field(default_factory=list)
+    on_host: list[tuple[list[Any], Any]] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def do(self, slot: int) -> None:
+        """Write to a slot, on the current stream; nothing waits for it."""
+        if self.zeros:
+            torch._foreach_zero_([stack[slot] for stack in self.zeros])
+        if self.copies:
+            parts = [stack[(slot, *part)] for stack, part, _ in self.copies]
+            torch._foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
+
+    def add(self, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
+        """What a module noted, without writes that later ones cover."""
+        last: dict[int, list[tuple[Any, tuple[Any, ...], Any]]] = {}
+        for target, part, value in noted:
+            covers = isinstance(target, list) or _slot(target, part).numel() == target[SLOT].numel()
+            before = [] if covers else last.get(id(target), [])
+            last[id(target)] = [*before, (target, part, value)]
+        for target, part, value in (one for writes in last.values() for one in writes):
+            if isinstance(target, list):
+                self.on_host.append((target, value))
+            elif not isinstance(value, Tensor) and not part and target.dim() > 1:
+                self.zeros.append(target)
+            else:
+                whole, like = target[SLOT], _slot(target, part)
+                value = _staged(torch.as_tensor(value, device="cpu"), like)
+                if like.numel() == whole.numel():
+                    part, value = (), value.view(whole.shape)
+                self.copies.append((target, part, value))
+
+
+def _slot(stack: Tensor, part: tuple[Any, ...]) -> Tensor:
+    return stack[(SLOT, *part)]
+
+
+def _staged(value: Tensor, like: Tensor) -> Tensor:
+    """Factors as a copy to a slot wants them: of its dtype and shape, contiguous, pinned."""
+    value = value.to(like.dtype).expand(like.shape).contiguous()
+    return value.pin_memory() if like.is_cuda and not value.is_pinned() else value
+
+
+def record(manager: Any, model: Any) -> Writes | None:
+    """What `activate_adapter` of a merged LoRA writes; None for one with factors on a GPU, which
+    vLLM copies there in a millisecond."""
+    found = Writes()
+    for name, module in manager.modules.items():
+        lora = manager._get_lora_layer_weights(model, name)
+        if lora is not None and any(factor.is_cuda for factor in _factors(lora)):
+            return None
+        noted: list[tuple[Any, tuple[Any, ...], Any]] = []
+        try:
+            if hasattr(module, "set_module_to_save"):
+                raise TypeError("it has a full module, too")
+            twin = _twin(module, noted)
+            if lora is None:
+                twin.reset_lora(SLOT)
+            else:
+                twin.set_lora(SLOT, lora.lora_a, lora.lora_b)
+        except (AttributeError, TypeError):
+            found.own[name] = module
+        else:
+            found.add(noted)
+    return found
+
+
+def _factors(lora: Any) -> Iterator[Tensor]:
+    for side in (lora.lora_a, lora.lora_b):
+        for factor in side if isinstance(side, (list, tuple)) else [side]:
+            if factor is not None:
+                yield factor
+
+
+def _twin(module: Any, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> Any:
+    """A module with recorders instead of its tensors."""
+
+    def recorder(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _Recorder(value, noted)
+        if isinstance(value, tuple) and value and all(isinstance(one, Tensor) for one in value):
+            return tuple(map(recorder, value))
+        if hasattr(value, "recorded"):
+            return value.recorded(lambda target: _Recorder(target, noted))
+        return value
+
+    twin = object.__new__(type(module))
+    twin.__dict__.update({name: recorder(value) for name, value in vars(module).items()})
+    return twin
+
+
+# -- slots of a worker --
+
+
+class Activations:
+    """Which slots of a worker are read by which batches, and written by copies on the way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = Streams([device])
+        self._held: dict[int, int] = {}  # ids of adapters in slots that copies wrote
+        self._arrivals: dict[int, Arrival] = {}  # by slot
+        self._reading: set[int] = set()  # ids in the last batch
+        self._before: Any = None  # when all batches before that one are done
+
+    def begin(self, ids: set[int], is_batch: bool) -> None:
+        """A batch reads the slots of these from now on, or a part of it."""
+        if is_batch:
+            self._before, self._reading = self._streams.record(self._device), set()
+        self._reading |= ids
+
+    def copy(self, writes: Writes, number: int, slot: int) -> None:
+        """Write to a slot as soon as no batch reads it."""
+        held = self._held.pop(slot, None)
+        self._arrivals.pop(slot, None)
+        idle = held is not None and held not in self._reading and not travel.is_on
+        after = self._before if idle else None
+        if after is None:
+            after = self._streams.record(self._device)
+        event = self._streams.run(self._device, lambda: writes.do(slot), after)
+        for target, value in writes.on_host:
+            target[slot] = value
+        self._held[slot] = number
+        if event is not None:
+            self._arrivals[slot] = Arrival({}, {self._device: event}, ())
+
+    def forget(self, ids: Sequence[int | None]) -> None:
+        """vLLM writes to one of the slots without an adapter, on the stream that computes."""
+        for slot in (slot for slot, number in enumerate(ids) if number is None):
+            self._held.pop(slot, None)
+            self._arrivals.pop(slot, None)
+
+    def wait(self, ids: set[int] | None = None) -> None:
+        """Let what is launched from now on wait for copies: of these adapters, or of all."""
+        for slot in list(self._arrivals):
+            if self.has_arrived(slot):
+                continue
+            if ids is None or travel.is_on or self._held[slot] in ids:
+                self._arrivals[slot].wait()
+
+    def has_arrived(self, slot: int) -> bool:
+        arrival = self._arrivals.get(slot)
+        if arrival is not None and arrival.done():
+            del self._arrivals[slot]
+        return slot not in self._arrivals
+
+
+def activations(manager: Any) -> Activations | None:
+    """Of a LoRAModelManager; None before a copy on another stream is known."""
+    found: Activations | None = getattr(manager, "_moelora_activations", None)
+    return found
+
+
+def settle(manager: Any) -> None:
+    """Let the current stream wait for all copies to slots, to read them."""
+    if (found := activations(manager)) is not None:
+        found.wait()
+
+
+def touch(manager: Any, ids: Iterable[int]) -> None:
+    """Let others leave their slots, and host memory, before these."""
+    for cache in (manager._registered_adapters, manager._active_adapters):
+        for number in ids:
+            cache.touch(number)
+
+
+# -- hooks --
+
+
+def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
+    merge(self, lora_model)
+    if hasattr(lora_model, "_moelora_writes"):
+        return
+    lora_model._moelora_writes = writes = record(self, lora_model)
+    if writes is not None and writes.copies and activations(self) is None:
+        self._moelora_activations = Activations(writes.copies[0][0].device)
+
+
+def _activate(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
+    state = activations(self)
+    if state is None or lora_id in self._active_adapters:
+        return activate(self, lora_id)
+    writes = getattr(self._registered_adapters.get(lora_id), "_moelora_writes", None)
+    if writes is None or writes.own:
+        state.wait()  # vLLM writes on the stream that computes
+        state.forget(self.lora_index_to_id)
+    every = self.modules
+    self.modules = every if writes is None else writes.own
+    try:
+        done = activate(self, lora_id)
+        if writes is not None:
+            state.copy(writes, lora_id, self.lora_index_to_id.index(lora_id))
+    except BaseException:
+        self.deactivate_adapter(lora_id)
+        raise
+    finally:
+        self.modules = every
+    return done
+
+
+def _waiting(
+    set_active_adapters: Callable[..., Any], self: Any, requests: Any, mapping: Any
+) -> None:
+    manager = self._adapter_manager
+    state = activations(manager)
+    if state is None:
+        set_active_adapters(self, requests, mapping)
+        state = activations(manager)  # of the first adapter
+    else:
+        kind = getattr(getattr(mapping, "type", None), "name", "LANGUAGE")
+        ids = {request.lora_int_id for request in requests if request}
+        state.begin(ids, is_batch=kind == "LANGUAGE")
+        touch(manager, ids)  # vLLM may evict one that the batch has, for another that it has
+        set_active_adapters(self, requests, mapping)
+    if state is not None:
+        state.wait({request.lora_int_id for request in requests if request})

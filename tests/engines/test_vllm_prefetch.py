@@ -1,0 +1,405 @@
+"""MOELORA_VLLM_PREFETCH=1: adapters go to slots on a stream of their own, while other requests run.
+
+On the CPU two queues stand for the streams. Each order of them that events allow must do.
+"""
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import needs_gpu
+from test_vllm_update import adapter, given
+from vllm_layer import HERE, load
+from vllm_stand_in_lora import LAYERS, LINEAR, LLM, EngineCore, Executor, Scheduler
+
+pytest_plugins = ["vllm_fixtures"]
+ON = 1 << 20  # operations: all that can be done
+
+
+class Event:
+    done = False
+
+    def query(self):
+        return self.done
+
+
+class TwoStreams:
+    """The stream that computes and that of copies, on which launched operations are done later."""
+
+    def __init__(self):
+        self.queues = {"compute": deque(), "copies": deque()}
+        self.waits = 0
+
+    def put(self, stream, event, operation):
+        """`operation` is done after `event`; returns the event after it."""
+        after = Event()
+        self.queues[stream].append((event, operation, after))
+        return after
+
+    def advance(self, *streams, operations=ON):
+        for name in streams:
+            queue = self.queues[name]
+            for _ in range(min(operations, len(queue))):
+                event, operation, after = queue[0]
+                if event is not None and not event.done:
+                    break
+                operation()
+                after.done = True
+                queue.popleft()
+
+    # What `activation` calls, of `transfer`.
+
+    def __call__(self, devices):
+        return self
+
+    def record(self, device):
+        return self.put("compute", None, lambda: None)
+
+    def run(self, device, copy, after=None):
+        return self.put("copies", after, copy)
+
+    def arrival(self, layers, last, portions):
+        (event,) = last.values()
+
+        def wait():
+            self.waits += 1
+            self.put("compute", event, lambda: None)
+
+        return SimpleNamespace(done=lambda: event.done, wait=wait)
+
+
+class Engine:
+    """A loop of an engine, its workers, and what their batches have read from slots."""
+
+    def __init__(self, update, names, workers=1, late=False, slots=3, **more):
+        self.llm = LLM(workers, max_loras=slots, max_cpu_loras=len(names), **more)
+        self.workers = self.llm.llm_engine.workers
+        self.requests = update.update_adapters(self.llm, {n: given(s) for n, s in names.items()})
+        self.scheduler = Scheduler(self.llm.llm_engine.lora_config)
+        self.core = EngineCore(self.scheduler, Executor(self.workers, late))
+        self.read = []  # (adapter, products)
+
+    def add(self, name):
+        """Its number of tokens is that of the steps that it runs."""
+        lora = name and self.requests[name]
+        request = SimpleNamespace(name=name, lora_request=lora)
+        self.scheduler.waiting.append(request)
+        return request
+
+    def step(self):
+        return [request.name for request in self.core.step()]
+
+    def finish(self, request):
+        self.scheduler.running.remove(request)
+
+    def inner(self, rank=0):
+        return self.workers[rank].model_runner.lora_manager._adapter_manager
+
+    def here(self):
+        """Names of the adapters in the slots of the first worker."""
+        names = {r.lora_int_id: n for n, r in self.requests.items()}
+        return [names.get(number) for number in self.inner().lora_index_to_id]
+
+
+@pytest.fixture
+def hooks(vllm):
+    """The plugin with the switch, and its module of a worker's slots."""
+    vllm.monkeypatch.setenv("MOELORA_VLLM_PREFETCH", "1")
+    vllm.register()
+    return load(f"{HERE}.activation")
+
+
+@pytest.fixture
+def streams(hooks, monkeypatch):
+    found = TwoStreams()
+    monkeypatch.setattr(hooks, "Streams", found)
+    monkeypatch.setattr(hooks, "Arrival", found.arrival)
+    return found
+
+
+@pytest.fixture
+def make(hooks, streams):
+    def make(names, **options):
+        engine = Engine(load(f"{HERE}.update"), names, **options)
+        streams.advance("compute", "copies")  # those that were brought to free slots
+        for worker in engine.workers:
+
+            def launch(request, slot, worker=worker):
+                read = lambda: engine.read.append((request.name, worker.products(slot)))  # noqa: E731
+                streams.put("compute", None, read)
+
+            worker.launch = launch
+        return engine
+
+    return make
+
+
+def check(engine, names):
+    assert engine.read
+    for name, products in engine.read:
+        for key, wanted in adapter(names[name])[1].items():
+            torch.testing.assert_close(products[key], wanted, msg=lambda why, k=key: f"{k}: {why}")
+    engine.read.clear()
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["in process", "two late ranks"])
+@pytest.mark.parametrize("order", ["copies first", "compute first", "random"])
+def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(make, streams, workers, order):
+    names = {chr(ord("a") + n): n + 1 for n in range(8)}
+    engine = make(names, workers=workers, late=workers > 1)
+    draws, left, runs = random.Random(5), {}, set()
+    for step in range(200):
+        for _ in range(draws.choice([0, 1, 1, 2]) if step < 30 else 0):
+            left[id(request := engine.add(draws.choice(list(names))))] = draws.randint(1, 4)
+            runs.add(request.name)
+        engine.step()
+        for request in list(engine.scheduler.running):
+            left[id(request)] -= 1
+            if not left[id(request)]:
+                engine.finish(request)
+        if order == "random":
+            for name in draws.sample(["compute", "copies"], 2):
+                streams.advance(name, operations=draws.randint(0, 6))
+        else:
+            streams.advance(*sorted(streams.queues, reverse=order == "copies first"))
+    while any(streams.queues.values()):
+        streams.advance("copies", "compute")
+    assert not engine.scheduler.waiting and runs == set(names)
+    check(engine, names)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_running_requests_do_not_wait(make, streams, late):
+    """A request is passed over until its adapter is there; alone it runs, and its batch waits."""
+    names = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+    engine = make(names, late=late)
+    engine.add("a")
+    engine.step(), engine.step()
+    engine.add("e"), engine.add("a")
+    for _ in range(3):
+        assert engine.step() == ["a", "a"]
+        streams.advance("compute")
+    assert "e" in engine.here() and "a" in engine.here()
+    assert all(name == "a" for name, _ in engine.read) and len(engine.read) == 8
+    streams.advance("copies")
+    engine.step()
+    assert engine.step() == ["a", "a", "e"]
+    assert streams.waits == 0
+    for request in list(engine.scheduler.running):
+        engine.finish(request)
+    streams.advance("compute")
+    check(engine, names)
+    engine.add("d")
+    assert engine.step() == ["d"] and streams.waits == 1
+    streams.advance("compute")
+    assert not engine.read
+    streams.advance("copies", "compute")
+    check(engine, names)
+
+
+def test_slots_of_running_requests_stay(make, streams):
+    """Also if more adapters wait than slots are left: they come in their order."""
+    names = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+    engine = make(names, slots=2)
+    running = engine.add("a")
+    engine.step()
+    engine.add("d"), engine.add("e"), engine.add("b")
+    for _ in range(3):
+        assert engine.step() == ["a"]
+        assert sorted(engine.here()) == ["a", "d"]
+    streams.advance("compute", "copies")
+    assert engine.step() == ["a", "d"]
+    engine.finish(running)
+    assert engine.step() == ["d"] and sorted(engine.here()) == ["d", "e"]
+    streams.advance("compute", "copies")
+    assert engine.step() == ["d", "e"]
+    streams.advance("compute", "copies")
+    check(engine, names)
+
+
+def test_an_update_is_what_comes_back(make, streams):
+    names = {"a": 1, "b": 2, "c": 3, "d": 4}
+    engine = make(names, slots=1)
+    update = load(f"{HERE}.update")
+    for seed, name in ((11, "a"), (12, "b"), (13, "a")):
+        engine.requests |= update.update_adapters(engine.llm, {name: given(seed)})
+        names[name] = seed
+    for name in ("a", "b", "c", "a", "d", "b"):
+        request = engine.add(name)
+        engine.step()
+        streams.advance("compute", "copies", "compute")
+        engine.finish(request)
+    check(engine, names)
+
+
+def test_an_adapter_without_some_modules_clears_them(make, streams):
+    names = {"a": 1, "b": 2}
+    engine = make(names, slots=1)
+    config, tensors = given(7)
+    part = {key: tensor for key, tensor in tensors.items() if LAYERS[0] in key}
+    update = load(f"{HERE}.update")
+    engine.requests |= update.update_adapters(engine.llm, {"part": (config, part)})
+    for name in ("a", "part"):
+        request = engine.add(name)
+        engine.step()
+        streams.advance("compute", "copies", "compute")
+        engine.finish(request)
+    (_, whole), (_, products) = engine.read
+    for key, wanted in adapter(7)[1].items():
+        assert whole[key].any()
+        expected = wanted if LAYERS[0] in key else torch.zeros_like(wanted)
+        torch.testing.assert_close(products[key], expected)
+    for name in LAYERS:
+        module = engine.inner().modules[name]
+        assert module.adapter_enabled[0] == (name == LAYERS[0])
+
+
+def test_a_copy_that_fails_leaves_no_adapter_and_comes_again(make, streams, hooks, monkeypatch):
+    names = {"a": 1, "b": 2, "c": 3}
+    engine = make(names, slots=2)
+    run = streams.run
+
+    def fail(device, copy, after=None):
+        raise RuntimeError("no memory")
+
+    running = engine.add("a")
+    engine.step()
+    monkeypatch.setattr(streams, "run", fail, raising=False)
+    engine.add("c")
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.step()  # not by the copy ahead, by the step that runs it
+    assert sorted(map(str, engine.here())) == ["None", "a"]
+    monkeypatch.setattr(streams, "run", run, raising=False)
+    engine.step()
+    streams.advance("compute", "copies", "compute")
+    assert sorted(map(str, engine.here())) == ["a", "c"]
+    engine.finish(running)
+    check(engine, names)
+
+
+def test_what_is_removed_is_read_again(make, streams):
+    names = {"a": 1, "b": 2}
+    engine = make(names, slots=1)
+    outer = engine.workers[0].model_runner.lora_manager
+    outer.remove_adapter(engine.requests["b"].lora_int_id)
+    assert engine.here() in ([None], ["a"])
+    for name in ("b", "a"):
+        engine.finish(engine.add(name)) if engine.step() == [name] else None
+        streams.advance("compute", "copies", "compute")
+    check(engine, names)
+
+
+def test_a_module_that_reads_its_stacks_is_written_by_vllm(make, streams, hooks):
+    """As before; what the other modules get still goes to the stream of copies."""
+    names = {"a": 1, "b": 2}
+    engine = make(names, slots=1)
+    module = type(engine.inner().modules[LINEAR])
+    set_lora = module.set_lora
+
+    def reading(self, index, lora_a, lora_b):
+        assert not self.lora_a_stacked[0].isnan().any()
+        set_lora(self, index, lora_a, lora_b)
+
+    module.set_lora = reading
+    try:
+        inner = engine.inner()
+        model = inner._registered_adapters[engine.requests["b"].lora_int_id]
+        model._moelora_writes = writes = hooks.record(inner, model)
+        assert list(writes.own) == [LINEAR]
+        for name in ("a", "b"):
+            request = engine.add(name)
+            engine.step()
+            streams.advance("compute", "copies", "compute")
+            engine.finish(request)
+    finally:
+        module.set_lora = set_lora
+    check(engine, names)
+
+
+def test_copies_are_of_factors_alone(make, hooks):
+    """Nothing is cleared where factors fill the slot, and each stack is written once."""
+    engine = make({"a": 1}, slots=1)
+    model = next(iter(engine.inner()._registered_adapters.values()))
+    writes = model._moelora_writes
+    targets = [id(stack) for stack, *_ in writes.copies]
+    assert len(targets) == len(set(targets))
+    assert len(writes.zeros) == 2 * 6 + 2, "rank 2 in stacks of rank 8"
+    full = load("test_vllm_update").adapter(3, rank=8)[0]
+    engine.requests |= load(f"{HERE}.update").update_adapters(engine.llm, {"full": full})
+    *_, model = engine.inner()._registered_adapters.values()
+    assert not model._moelora_writes.zeros
+    assert all(part == () for _, part, _ in model._moelora_writes.copies)
+
+
+def test_it_is_off_by_default(served):
+    manager = load("vllm.lora.model_manager").LoRAModelManager
+    names = manager.activate_adapter._moelora
+    assert not any("activation" in name for name in names)
+    assert not hasattr(load("vllm.v1.worker.gpu_worker").Worker, "moelora_prefetch")
+
+
+def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):
+    names = {"a": 1, "b": 2}
+    engine = make(names, slots=1)
+
+    def refuse(*args, **named):
+        raise AttributeError("no moelora_prefetch")
+
+    engine.core.model_executor.collective_rpc = refuse
+    engine.add("b"), engine.add("a")
+    assert engine.step() == ["b"] and engine.step() == ["b"]
+    (line,) = (line for line in lines if "do not copy" in line)
+    assert "no moelora_prefetch" in line
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch):
+    names = {"a": 1, "b": 2, "c": 3}
+    do = hooks.Writes.do
+
+    def slowly(self, slot):
+        torch.cuda._sleep(1_000_000_000)  # half a second, on the stream of copies
+        do(self, slot)
+
+    engine = Engine(load(f"{HERE}.update"), names, slots=2, device="cuda")
+    torch.cuda.synchronize()
+    (worker,) = engine.workers
+    found = []
+    worker.launch = lambda request, slot: found.append((request.name, worker.products(slot)))
+    engine.read = found
+    monkeypatch.setattr(hooks.Writes, "do", slowly)
+    state = hooks.activations(engine.inner())
+    first, second = engine.add(engine.here()[0]), engine.here()[1]
+    new = next(name for name in names if name not in engine.here())
+    engine.step(), torch.cuda.synchronize()
+    added = engine.add(new)
+    slot = engine.here().index(second)
+    for _ in range(3):
+        assert engine.step() == [first.name]
+    torch.cuda.current_stream().synchronize()
+    assert engine.here()[slot] == new and not state.has_arrived(slot), "the batches are done"
+    engine.finish(first)
+    assert engine.step() == [new], "nothing else runs: it waits for its copy"
+    torch.cuda.synchronize()
+    assert len(found) == 5
+    found[:] = [(name, {k: v.cpu() for k, v in products.items()}) for name, products in found]
+    check(engine, names)
+    # A batch that still reads a slot when another adapter is copied to it.
+    monkeypatch.setattr(hooks.Writes, "do", do)
+    engine.finish(added)
+    engine.add(new), engine.step()
+    torch.cuda._sleep(1_000_000_000)
+    found[:] = [(new, worker.products(slot))]
+    (again,) = engine.scheduler.running
+    engine.finish(again)
+    others = [name for name in names if name != new]
+    for name in others:
+        request = engine.add(name)
+        engine.step()
+        engine.finish(request)
+    torch.cuda.synchronize()
+    found[:] = [(name, {k: v.cpu() for k, v in products.items()}) for name, products in found]
+    check(engine, names)
