@@ -82,7 +82,6 @@ class Engine:
         self.read = []  # (adapter, products)
 
     def add(self, name):
-        """Its number of tokens is that of the steps that it runs."""
         lora = name and self.requests[name]
         request = SimpleNamespace(name=name, lora_request=lora)
         self.scheduler.waiting.append(request)
@@ -149,15 +148,16 @@ def check(engine, names):
 def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(make, streams, workers, order):
     names = {chr(ord("a") + n): n + 1 for n in range(8)}
     engine = make(names, workers=workers, late=workers > 1)
-    draws, left, runs = random.Random(5), {}, set()
-    for step in range(200):
-        for _ in range(draws.choice([0, 1, 1, 2]) if step < 30 else 0):
-            left[id(request := engine.add(draws.choice(list(names))))] = draws.randint(1, 4)
+    draws, runs = random.Random(5), set()
+    for step in range(250):
+        for _ in range(draws.choice([0, 1, 1, 2]) if step < 60 else 0):
+            request = engine.add(draws.choice(list(names)))
+            request.left = draws.randint(1, 4)
             runs.add(request.name)
         engine.step()
         for request in list(engine.scheduler.running):
-            left[id(request)] -= 1
-            if not left[id(request)]:
+            request.left -= 1
+            if not request.left:
                 engine.finish(request)
         if order == "random":
             for name in draws.sample(["compute", "copies"], 2):
@@ -283,18 +283,21 @@ def test_what_is_removed_is_read_again(make, streams):
     names = {"a": 1, "b": 2}
     engine = make(names, slots=1)
     outer = engine.workers[0].model_runner.lora_manager
-    outer.remove_adapter(engine.requests["b"].lora_int_id)
-    assert engine.here() in ([None], ["a"])
-    for name in ("b", "a"):
-        engine.finish(engine.add(name)) if engine.step() == [name] else None
-        streams.advance("compute", "copies", "compute")
+    for name in ("b", "a", "b"):
+        for _ in range(2):
+            request = engine.add(name)
+            engine.step(), engine.finish(request)
+            assert outer.remove_adapter(request.lora_request.lora_int_id)  # on its way
+            assert engine.here() == [None]
+        streams.advance("compute", "copies", "compute", "copies", "compute")
+    assert len(engine.read) == 6
     check(engine, names)
 
 
 def test_a_module_that_reads_its_stacks_is_written_by_vllm(make, streams, hooks):
     """As before; what the other modules get still goes to the stream of copies."""
     names = {"a": 1, "b": 2}
-    engine = make(names, slots=1)
+    engine = make(names, slots=2)
     module = type(engine.inner().modules[LINEAR])
     set_lora = module.set_lora
 
@@ -308,11 +311,10 @@ def test_a_module_that_reads_its_stacks_is_written_by_vllm(make, streams, hooks)
         model = inner._registered_adapters[engine.requests["b"].lora_int_id]
         model._moelora_writes = writes = hooks.record(inner, model)
         assert list(writes.own) == [LINEAR]
-        for name in ("a", "b"):
-            request = engine.add(name)
-            engine.step()
-            streams.advance("compute", "copies", "compute")
-            engine.finish(request)
+        inner.deactivate_adapter(model.id)
+        inner.modules[LINEAR].reset_lora(0), inner.modules[LINEAR].reset_lora(1)
+        engine.add("b"), engine.step()
+        streams.advance("compute", "copies", "compute")
     finally:
         module.set_lora = set_lora
     check(engine, names)
@@ -327,8 +329,9 @@ def test_copies_are_of_factors_alone(make, hooks):
     assert len(targets) == len(set(targets))
     assert len(writes.zeros) == 2 * 6 + 2, "rank 2 in stacks of rank 8"
     full = load("test_vllm_update").adapter(3, rank=8)[0]
-    engine.requests |= load(f"{HERE}.update").update_adapters(engine.llm, {"full": full})
-    *_, model = engine.inner()._registered_adapters.values()
+    update = load(f"{HERE}.update")
+    path = update.update_adapters(engine.llm, {"full": full})["full"].lora_path
+    model = update._store(engine.workers[0].model_runner.lora_manager).models[path]
     assert not model._moelora_writes.zeros
     assert all(part == () for _, part, _ in model._moelora_writes.copies)
 
@@ -337,7 +340,7 @@ def test_it_is_off_by_default(served):
     manager = load("vllm.lora.model_manager").LoRAModelManager
     names = manager.activate_adapter._moelora
     assert not any("activation" in name for name in names)
-    assert not hasattr(load("vllm.v1.worker.gpu_worker").Worker, "moelora_prefetch")
+    assert not hasattr(load("vllm.v1.engine.core").EngineCore.step, "_moelora")
 
 
 def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):
