@@ -102,31 +102,36 @@ class Writes:
         if self.zeros:
             torch._foreach_zero_([stack[slot] for stack in self.zeros])
         if self.copies:
-            parts = [stack[(slot, *part)] for stack, part, _ in self.copies]
+            parts = [_part_of(stack, slot, part) for stack, part, _ in self.copies]
             torch._foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
 
     def add(self, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
         """What a module noted, without writes that later ones cover."""
         last: dict[int, list[tuple[Any, tuple[Any, ...], Any]]] = {}
         for target, part, value in noted:
-            covers = isinstance(target, list) or _slot(target, part).numel() == target[SLOT].numel()
+            covers = isinstance(target, list) or _covers(target, part)
             before = [] if covers else last.get(id(target), [])
             last[id(target)] = [*before, (target, part, value)]
         for target, part, value in (one for writes in last.values() for one in writes):
             if isinstance(target, list):
                 self.on_host.append((target, value))
-            elif not isinstance(value, Tensor) and not part and target.dim() > 1:
+            elif not isinstance(value, Tensor) and value == 0 and not part and target.dim() > 1:
                 self.zeros.append(target)
             else:
-                whole, like = target[SLOT], _slot(target, part)
+                like = _part_of(target, SLOT, part)
                 value = _staged(torch.as_tensor(value, device="cpu"), like)
-                if like.numel() == whole.numel():
-                    part, value = (), value.view(whole.shape)
+                if _covers(target, part):
+                    part, value = (), value.view(target.shape[1:])
                 self.copies.append((target, part, value))
 
 
-def _slot(stack: Tensor, part: tuple[Any, ...]) -> Tensor:
-    return stack[(SLOT, *part)]
+def _part_of(stack: Tensor, slot: int, part: tuple[Any, ...]) -> Tensor:
+    return stack[slot][part] if part else stack[slot]
+
+
+def _covers(stack: Tensor, part: tuple[Any, ...]) -> bool:
+    """Whether the part of a slot is all of it."""
+    return _part_of(stack, SLOT, part).numel() == stack[SLOT].numel()
 
 
 def _staged(value: Tensor, like: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moelora.integrations import switched_on
 from moelora.integrations.report import Part, Report, part
-from moelora.integrations.vllm import SWITCH, interface, linear, problem_here
+from moelora.integrations.vllm import SWITCH, interface, linear, prefetch, problem_here
 from moelora.integrations.vllm.formats import FORMATS
 
 
@@ -26,7 +27,10 @@ def parts() -> list[Part]:
     linears = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
     if why := linear.problem_here():
         linears = replace(linears, runs="own", why=why)
-    return [*found, adapters, linears]
+    copies = part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH)
+    if not switched_on(prefetch.SWITCH):
+        copies = replace(copies, runs="own", why=f"no {prefetch.SWITCH}=1")
+    return [*found, adapters, linears, copies]
 
 
 REPORT = Report(
