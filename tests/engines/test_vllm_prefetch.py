@@ -15,6 +15,7 @@ from vllm_layer import HERE, load
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, EngineCore, Executor, Scheduler
 
 pytest_plugins = ["vllm_fixtures"]
+pytestmark = pytest.mark.parametrize("vllm", ["0.33.0"], indirect=True)
 ON = 1 << 20  # operations: all that can be done
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
-from moelora.integrations import reason_against_build, shown, switched_off
+from moelora.integrations import reason_against_build, shown, switched_off, switched_on
 
 SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
