@@ -99,6 +99,10 @@ def experts(slots, device):
     return module
 
 
+def current_stream():
+    return None
+
+
 class LRUCache(OrderedDict):
     def __init__(self):
         super().__init__()
@@ -451,6 +455,7 @@ PLACES = {
     "vllm.lora.request": ["LoRARequest"],
     "vllm.lora.worker_manager": ["LRUCacheWorkerLoRAManager", "WorkerLoRAManager"],
     "vllm.utils.cache": ["LRUCache"],
+    "vllm.utils.torch_utils": ["current_stream"],
     "vllm.v1.core.sched.scheduler": ["Scheduler"],
     "vllm.v1.engine.core": ["EngineCore"],
     "vllm.v1.engine.input_processor": ["InputProcessor"],

@@ -6,9 +6,9 @@ Installing moelora is sufficient: vLLM finds `register` among the entry points o
 Triton experts, and MXFP4, INT4 (GPTQ, AWQ, compressed-tensors) and FP8 ones, whose weights are
 converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this once per process,
 when the first layer runs.
-Adapters of linear layers are added by moelora's deltas (`linear`); under `MOELORA_VLLM_PREFETCH=1`
-adapters of waiting requests are copied while others run.
+Adapters of linear layers are added by moelora's deltas (`linear`).
 `update_adapters` gives a running engine adapters from memory.
+Under `MOELORA_VLLM_PREFETCH=1` adapters of waiting requests are copied while others run.
 `MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
 are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
 vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.

@@ -221,6 +221,7 @@ PREFETCH = Interface(
         },
         "vllm.lora.worker_manager": {"LRUCacheWorkerLoRAManager.add_adapter": "self lora_request"},
         "vllm.utils.cache": {"LRUCache.touch": "self key"},
+        "vllm.utils.torch_utils": {"current_stream": ""},
         "vllm.v1.executor.abstract": {"Executor.collective_rpc": "self method args non_block"},
         "vllm.v1.worker.gpu_worker": {"Worker.add_lora": "self lora_request"},
     },
