@@ -164,7 +164,7 @@ function=$(complete -p moelora) && function=${function##*-F } && function=${func
 $function moelora "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
 printf '%s\n' "${COMPREPLY[@]}"
 """
-FISH = "source $argv[1]; complete -C $argv[2] | string replace -r '\t.*' ''"
+FISH = "source $argv[1]; complete -C $argv[2] | string replace -r '\t.*' ''; or true"
 ZSH = r"""
 zmodload zsh/zpty
 zpty shell zsh -f -i
@@ -192,14 +192,17 @@ def complete(request, tmp_path_factory):
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell}")
     script = tmp_path_factory.mktemp("completion") / shell
+    (script.parent / "some-folder").mkdir()
     with script.open("w") as file, contextlib.redirect_stdout(file):
         assert main(["completion", shell]) == 0
     first = {"bash": ["-c", BASH, "-"], "zsh": ["-f", "-c", ZSH, "-"], "fish": ["-c", FISH]}[shell]
 
     def words(line):
         command = [shell, *first, str(script), line]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return set(done.stdout.split())
+        done = subprocess.run(
+            command, cwd=script.parent, capture_output=True, text=True, check=True
+        )
+        return {word.rstrip("/") for word in done.stdout.split()}
 
     return words
 
@@ -215,9 +218,13 @@ def complete(request, tmp_path_factory):
         ("moelora bench plot --picture ", {"roofline", "beside", "arrivals", "rl"}),
         ("moelora completion ", {"bash", "zsh", "fish"}),
         ("moelora info --no", {"--no-test"}),
+        ("moelora adapters some", {"some-folder"}),
+        ("moelora adapters some-folder --model some", {"some-folder"}),
+        ("moelora bench compare a.json some", {"some-folder"}),
+        ("moelora bench --tp some", set()),
     ],
 )
-def test_a_shell_completes_commands_options_and_values(complete, line, words):
+def test_a_shell_completes_commands_options_values_and_paths(complete, line, words):
     found = complete(line)
     assert found - {"-h", "--help"} == words
 
