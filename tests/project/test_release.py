@@ -157,13 +157,13 @@ def test_the_bill_of_materials(tmp_path):
 
 
 def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path, monkeypatch):
-    """The variant with CUDA is the package of this checkout, too, with the mark of CUDA kernels."""
-    packages = [ROOT / "moelora", tmp_path / "moelora"]
-    hub.copy(*packages)
-    with (packages[1] / "_C.abi3.so").open("ab") as file:
-        file.write(CUDA)
-    if b".nv_fatbin" in (packages[0] / "_C.abi3.so").read_bytes():
-        packages.pop(0)
+    """Both variants are the package of this checkout, without the mark of CUDA kernels and with."""
+    module = (ROOT / "moelora/_C.abi3.so").read_bytes().replace(b".nv_fatbin", b".no_fatbin")
+    packages = [tmp_path / name / "moelora" for name in ("cpu", "cuda")]
+    for package, mark in zip(packages, (b"", CUDA), strict=True):
+        package.parent.mkdir()
+        hub.copy(ROOT / "moelora", package)
+        (package / "_C.abi3.so").write_bytes(module + mark)
     trees = [tmp_path / str(version) for version in (1, 2)]
     for version, (tree, some) in enumerate(zip(trees, (packages, packages[:1]), strict=True), 1):
         words = [str(tree), *map(str, some), "--version", str(version), "--cuda", "13.0"]
@@ -171,7 +171,7 @@ def test_variants_and_versions_of_the_hub_run_beside_this_moelora(tmp_path, monk
     loads = [sys.executable, ROOT / "tests/project/check_hub.py", *trees]
     out = subprocess.run(loads, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    assert len(out.stdout.split()) == 3 + len(packages)
+    assert len(out.stdout.split()) == 5
     (code,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/install.md").read_text(), re.M | re.S
     )
