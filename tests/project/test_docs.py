@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import check_site
 import pytest
@@ -359,6 +360,22 @@ def test_the_site_inserts_every_table_that_pages_leave_out():
     assert tables.section("layer_all") not in text
     made = tables.for_site(text)
     assert tables.section("layer_all") in made and "<!-- site" not in made
+
+
+@pytest.mark.parametrize("address", ["https://example.org/a/moelora", ""])
+def test_the_site_names_its_repository(monkeypatch, address):
+    """Pages have OWNER in its place; without an address links out of docs/ are text."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import mkdocs_hooks
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="quick-start.md"))
+    text = "[a](../examples/README.md) curl https://github.com/OWNER/moelora/archive/main.tar.gz"
+    made = mkdocs_hooks.on_page_markdown(text, page, SimpleNamespace(repo_url=address))
+    if address:
+        wanted = f"[a]({address}/blob/main/examples/README.md) curl {address}/archive/main.tar.gz"
+        assert made == wanted
+    else:
+        assert made == text.replace("[a](../examples/README.md)", "a")
 
 
 def test_tables_name_models_as_the_benchmarks_do():
