@@ -272,10 +272,12 @@ def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
         return
     lora_model._moelora_writes = writes = record(self, lora_model)
     if writes is not None and writes.copies and activations(self) is None:
-        from vllm.utils.torch_utils import current_stream
+        device = writes.copies[0][0].device
+        if device.type == "cuda":
+            from vllm.utils.torch_utils import current_stream
 
-        current_stream()  # vLLM makes its stream by the first call, unless another one was set
-        self._moelora_activations = Activations(writes.copies[0][0].device)
+            current_stream()  # vLLM makes its stream by the first call, unless another one was set
+        self._moelora_activations = Activations(device)
 
 
 def _activate(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
