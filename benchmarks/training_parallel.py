@@ -87,17 +87,15 @@ def work(args: argparse.Namespace) -> None:
 
 def median(calls: int, call) -> float:
     """Seconds of a call, of the slowest process; the first warms up."""
-    seconds = []
+    seconds, cuda = [], torch.cuda.is_available()
     for _ in range(calls):
         dist.barrier()
         start = time.perf_counter()
         call()
-        if torch.cuda.is_available():
+        if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds)
-    if torch.cuda.is_available():
-        slowest = slowest.cuda()
+    slowest = torch.tensor(seconds, device="cuda" if cuda else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return statistics.median(slowest[1:].tolist())
 

@@ -135,7 +135,7 @@ def _install() -> None:
         deltas.install()
     from moelora.integrations.vllm import linear
 
-    if problem := linear.problem_here():
+    if problem := linear.off_here() or interface.problem(interface.LINEAR):
         say_once(f"{problem}; {linear.OWN_KERNELS}")
     else:
         linear.install()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moelora import _C
 from moelora.integrations import reason_against_device, switched_off, switched_on
-from moelora.integrations.vllm import interface, race, say_once, wrap
+from moelora.integrations.vllm import race, say_once, wrap
 from moelora.operators.delta import moe_lora_gate_up_delta
 from moelora.operators.opaque import opaque
 
@@ -62,8 +62,8 @@ class SlotRanks:
 _ranks: WeakValueDictionary[int, SlotRanks] = WeakValueDictionary()
 
 
-def problem_here() -> str | None:
-    """Why vLLM's own kernels add them, or None."""
+def off_here() -> str | None:
+    """Why vLLM's own kernels add them in this environment, or None."""
     from vllm.platforms import current_platform
 
     if said := switched_off(SWITCH):
@@ -71,7 +71,7 @@ def problem_here() -> str | None:
     # asks NVML: CUDA stays uninitialized
     if not switched_on(SWITCH) and not race.is_measured(current_platform.get_device_name()):
         return f"moelora was not measured on this card, and {SWITCH} is not 1"
-    return interface.problem(interface.LINEAR)
+    return None
 
 
 def install() -> None:

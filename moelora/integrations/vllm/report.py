@@ -25,10 +25,10 @@ def parts() -> list[Part]:
         found.append(one)
     adapters = part("adapters of layers that stay with vLLM", "PunicaWrapperGPU", interface.DELTAS)
     linears = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
-    if why := linear.problem_here():
+    if linears.runs == "moelora" and (why := linear.off_here()):
         linears = replace(linears, runs="own", why=why)
     copies = part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH)
-    if not switched_on(prefetch.SWITCH):
+    if copies.runs == "moelora" and not switched_on(prefetch.SWITCH):
         copies = replace(copies, runs="own", why=f"no {prefetch.SWITCH}=1")
     return [*found, adapters, linears, copies]
 
