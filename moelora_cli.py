@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
 import sys
 from itertools import chain
@@ -124,5 +125,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"moelora {words[0]} needs {package}: pip install {package}", file=sys.stderr)
         return 2
     args = parser.parse_args(words)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of a pipe whose reader, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status

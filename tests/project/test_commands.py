@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,13 @@ def test_without_safetensors_only_reading_adapters_fails(without_packages):
     kind, message = without_packages[2]
     assert "reading adapters needs safetensors: pip install safetensors" in message
     assert kind == "ImportError"
+
+
+def test_a_reader_that_ends_early_sees_no_traceback():
+    program = [sys.executable, "-m", "moelora", "completion", "bash"]
+    command = f"{shlex.join(program)} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 def test_version(capsys):
