@@ -14,9 +14,7 @@ from moelora import _C
 from moelora.adapters import AdapterPool, LinearLayer, MoELayer
 from moelora.integrations.sglang.batch import (
     MoELoRABatchInfo,
-    moe_lora_buffers,
     prepare_moe_lora_batch,
-    prepare_moe_lora_batch_of_pool,
 )
 from moelora.integrations.sglang.ops import (
     moe_lora_a,
@@ -71,7 +69,6 @@ __all__ = [
     "moe_align_block_size",
     "moe_lora_a",
     "moe_lora_align_block_size",
-    "moe_lora_buffers",
     "moe_lora_delta_backward",
     "moe_lora_down_combine",
     "moe_lora_down_delta",
@@ -81,6 +78,5 @@ __all__ = [
     "moe_sorting",
     "prepack_weights",
     "prepare_moe_lora_batch",
-    "prepare_moe_lora_batch_of_pool",
     "run_moe_lora",
 ]

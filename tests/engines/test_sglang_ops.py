@@ -256,30 +256,6 @@ def test_lengths_that_are_of_no_batch(changes, why):
         moelora.prepare_moe_lora_batch(**{**given, **changes}, **tables)
 
 
-def test_a_pool_has_the_buffers(device_and_dtype):
-    device, dtype = device_and_dtype
-    layer = moelora.MoELayer("layer", num_experts=4, hidden_size=64, intermediate_size=32)
-    pool = moelora.AdapterPool([layer], 2, 8, dtype=dtype, device=device, w13_slices=1)
-    made = moelora.moe_lora_buffers(pool, "layer")
-    shapes = {name: tuple(t.shape) for name, t in made.items()}
-    assert shapes == {
-        "gate_up_a_buffer": (2, 4, 8, 64),
-        "gate_up_b_buffer": (2, 4, 64, 8),
-        "down_a_buffer": (2, 4, 8, 32),
-        "down_b_buffer": (2, 4, 64, 8),
-    }
-    batch = moelora.prepare_moe_lora_batch_of_pool(pool, [None, None], seq_lens=[1, 2])
-    assert batch.weight_indices.tolist() == [-1, -1, -1]
-    p = replace(SPEC, tokens=3, dtype=dtype).build().to(device)
-    out = base_output(p).tensor
-    before = out.clone()
-    moelora.run_moe_lora(p.hidden_states, p.topk_ids, p.topk_weights, batch, **made, output=out)
-    assert same_bits(out, before)
-    two = moelora.AdapterPool([layer], 2, 8, dtype=dtype, device=device)
-    with pytest.raises(ValueError, match="w13_slices=2"):
-        moelora.moe_lora_buffers(two, "layer")
-
-
 # ---- errors ----
 
 

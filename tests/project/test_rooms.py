@@ -16,7 +16,7 @@ ROOMS = {
     "reference": {"operators", "weights"},
     "integrations": {"_C", *LEFT},
     "integrations/vllm": {"_C", *ENGINE},
-    "integrations/sglang": {"_C", *ENGINE},
+    "integrations/sglang": {"_C", *ENGINE} - {"adapters"},
     "integrations/transformers": {*ENGINE, "reference", "training", "integrations/vllm"}
     - {"integrations"},
     "integrations/peft": {"operators", "adapters", "integrations/transformers"},

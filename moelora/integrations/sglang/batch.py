@@ -1,16 +1,14 @@
-"""Arguments of `run_moe_lora`: adapters of tokens, and the buffers of a pool."""
+"""Arguments of `run_moe_lora`: the adapters of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moelora.adapters import AdapterPool
 from moelora.operators.call import typed
 from moelora.operators.checks import check_count, dtype_name
 from moelora.operators.storage import check_held
@@ -124,84 +122,3 @@ def _check_sum(lengths: Tensor, num_tokens: int) -> None:
         raise ValueError(f"seq_lens has the length {least}, expected none below 0")
     if total > num_tokens:
         raise ValueError(f"num_tokens is {num_tokens}, seq_lens has {total} together")
-
-
-def prepare_moe_lora_batch_of_pool(
-    pool: AdapterPool,
-    names: Sequence[str | None],
-    *,
-    seq_lens: Tensor | Sequence[int] | None = None,
-    num_tokens: int | None = None,
-) -> MoELoRABatchInfo:
-    """`prepare_moe_lora_batch` for adapters of a pool, by name.
-
-    Parameters
-    ----------
-    pool : AdapterPool
-        Its slots are valid while the adapters are held or pinned (see `AdapterPool`).
-    names : sequence of str or None
-        The adapter of each token, or of each sequence with `seq_lens`; None is no adapter.
-    seq_lens, num_tokens
-        As in `prepare_moe_lora_batch`.
-
-    Returns
-    -------
-    MoELoRABatchInfo
-        As `prepare_moe_lora_batch`, with the pool's own ranks, scalings and enabled slots.
-
-    Raises
-    ------
-    KeyError
-        A name is not in the pool.
-    ValueError
-        As `prepare_moe_lora_batch`.
-    """
-    return prepare_moe_lora_batch(
-        pool.mapping(names),
-        pool.lora_ranks,
-        pool.lora_scalings,
-        adapter_enabled=pool.adapter_enabled,
-        seq_lens=seq_lens,
-        num_tokens=num_tokens,
-    )
-
-
-class MoELoRABuffers(TypedDict):
-    """Factors of one layer, as arguments of `run_moe_lora`."""
-
-    gate_up_a_buffer: Tensor
-    gate_up_b_buffer: Tensor
-    down_a_buffer: Tensor
-    down_b_buffer: Tensor
-
-
-def moe_lora_buffers(pool: AdapterPool, layer: str) -> MoELoRABuffers:
-    """Buffers of one layer of a pool, as arguments of `run_moe_lora`.
-
-    Parameters
-    ----------
-    pool : AdapterPool
-        Must have `w13_slices=1`, since gate and up share A.
-    layer : str
-        The name of the layer.
-
-    Returns
-    -------
-    MoELoRABuffers
-        Views of the pool's memory, which also receives later adapters.
-
-    Raises
-    ------
-    ValueError
-        The pool has `w13_slices=2`.
-    """
-    stacks = pool.layer(layer)
-    a, b = stacks["w13_lora_a"], stacks["w13_lora_b"]
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        raise ValueError("the pool has w13_slices=2, expected 1: gate and up share one A here")
-    return {
-        "gate_up_a_buffer": a,
-        "gate_up_b_buffer": b,
-        "down_a_buffer": stacks["w2_lora_a"],
-        "down_b_buffer": stacks["w2_lora_b"],
-    }
