@@ -32,11 +32,6 @@ def ids(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def overlapping(rows, columns):
-    """A matrix whose rows share memory."""
-    return torch.zeros(columns + rows).as_strided((rows, columns), (1, 1))
-
-
 def meta(value):
     if isinstance(value, list | tuple):
         return [meta(v) for v in value]
@@ -75,37 +70,25 @@ CALLS = {
     "sorting": (moelora.moe_sorting, lambda: {**ROUTING, "topk_weights": zeros(M, TOP_K)}),
     "prepack": (moelora.prepack_weights, lambda: {"w": zeros(2, 64, 64)}),
 }
-A13, B13, HALF, BF16 = zeros(L, E, R, K), zeros(L, E, I, R), torch.float16, torch.bfloat16
+A13, B13, BF16 = zeros(L, E, R, K), zeros(L, E, I, R), torch.bfloat16
 ONE_A = "expected a normal float32 above 0"
 OAI = {"activation": "swigluoai"}
 
 # For each call: what it is given instead, and the message behind the operator's name.
 REFUSED = {
     "layer": [
-        ({"hidden_states": zeros(M, 1, K)}, "hidden_states has 3 dimensions, expected 2: [M, K]"),
         ({"hidden_states": zeros(*[1] * 6)}, "hidden_states has 6 dimensions"),
-        ({"hidden_states": zeros(M, 65)}, "hidden_states.size(1) is 65, w13.size(2) is 64"),
         ({"hidden_states": zeros(K, M).t()}, "hidden_states.stride(1) is 5, expected 1: the last"),
-        ({"hidden_states": ids(M, K)}, "hidden_states has dtype int32, expected float32,"),
         *(
             ({"w13": zeros(E, 2 * I, K).to(d)}, f"w13 has dtype {str(d)[6:]}, expected float32")
             for d in (BF16, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.complex64)
         ),
-        ({"w13": zeros(2 * I, K)}, "w13 has 2 dimensions, expected 3: [E, N, K], or 5: packed"),
-        ({"w13": zeros(E, K, 2 * I).mT}, "w13.stride(2) is 64, expected 1: the last dimension"),
-        ({"w13": zeros(0, 2 * I, K)}, "w13.size(0) is 0, expected at least 1"),
         ({"topk_ids": ids(M, TOP_K).short()}, "topk_ids has dtype int16, expected int32 or int64"),
         ({"token_lora_mapping": zeros(M)}, "token_lora_mapping has dtype float32, expected int32"),
-        ({"w13_lora_a": [zeros(L, R, K)] * 2}, "w13_lora_a[0] has 3 dimensions, expected 4:"),
         ({"w13_lora_a": [A13, zeros(L, E, 8, K)]}, "w13_lora_a[1].size(2) is 8, the rank of the"),
-        ({"w13_lora_a": [A13.to(HALF)] * 2}, "w13_lora_a[0] has dtype float16, expected float32"),
         ({"w13_lora_a": [A13] * 6}, "w13_lora_a has 6 slices, at most 4 are known"),
         ({"w13_lora_b": [B13]}, "w13_lora_a has 2 slices, w13_lora_b has 1"),
-        ({"w13_lora_b": [zeros(L, E, I, 15)] * 2}, "w13_lora_b[0].size(3) is 15, the rank of the"),
         ({"w2_lora_b": None}, "w2_lora_a has 1 slices, w2_lora_b has 0"),
-        ({"lora_scalings": zeros(1)}, "lora_scalings.size(0) is 1, w13_lora_a[0].size(0) is 2"),
-        ({"adapter_enabled": ids(5)}, "adapter_enabled.size(0) is 5, expected"),
-        ({"w2_bias": zeros(E, I)}, "w2_bias.size(1) is 32, hidden_states.size(1) is 64"),
         ({"expert_map": ids(2, 4)}, "expert_map has 2 dimensions, expected 1:"),
         ({"activation": "swish"}, "activation is 'swish', must be one of 'silu', 'gelu',"),
         *(
@@ -116,44 +99,25 @@ REFUSED = {
                 *((1e39, "1e+39"), (1e-39, "1e-39"), (-math.inf, "-inf")),
             )
         ),
-        ({"out": zeros(M, K, dtype=BF16)}, "out has dtype bfloat16, expected float32 as"),
-        ({"token_lora_mapping": None}, "token_lora_mapping is None, but w13_lora_a is not: "),
     ],
     "gemm": [
-        ({"x": zeros(K)}, "x has 1 dimensions, expected 2: [M, K] or [M * top_k, K]"),
         ({"lora_a": [A13] * 5, "lora_b": [zeros(L, E, 12, R)] * 5}, "lora_a has 5 slices, at"),
-        ({"lora_b": None}, "lora_a has 2 slices, lora_b has 0"),
-        ({"out": zeros(M * TOP_K, 2 * I)}, "out has 2 dimensions, expected 3: [M, top_k, N]"),
         ({"token_lora_mapping": None}, "token_lora_mapping is None, but lora_a is not"),
         ({"token_lora_mapping": ids(0)}, "token_lora_mapping is None, but lora_a is not"),
     ],
     "delta": [
-        ({"x": zeros(9, 65)}, "lora_a[0].size(3) is 64, x.size(1) is 65"),
-        ({"x": zeros(8, 64)}, "x.size(0) is 8, expected topk_ids.size(0), which is 9, or M *"),
-        ({"lora_a": [zeros(3, 4, 8, 64).bfloat16()] * 2}, "lora_a[0] has dtype bfloat16,"),
-        ({"x": zeros(9, 64).bfloat16()}, "out has dtype float32, expected bfloat16 as x"),
-        ({"lora_b": [zeros(3, 5, 32, 8)] * 2}, "lora_b[0].size(1) is 5, num_experts is 4:"),
-        ({"lora_b": [zeros(3, 4, 32, 8)]}, "lora_a has 2 slices, lora_b has 1"),
-        ({"lora_a": [zeros(3, 4, 8, 64)] * 5}, "lora_a has 5 slices, at most 4 are known"),
         ({"num_experts": 5}, "lora_a[0].size(1) is 4, num_experts is 5: expected as many"),
     ],
     "lists": [
         ({"offset": 5}, "offset is 5, expected 0 or more and at most 4: output has 68 columns,"),
-        ({"offset": 2**63 - 8}, "offset is 9223372036854775800, expected 0 or more and at most"),
         ({"offset": -1}, "offset is -1, expected 0 or more"),
-        ({"output": zeros(9, 2, 60)}, "offset is 0, expected 0 or more and at most -4: output"),
-        ({"output": zeros(9, 2, 68).half()}, "output has dtype float16, expected float32 as"),
-        ({"qcurr_hidden_states": zeros(9, 60)}, "lora_a_stacked[0].size(3) is 64,"),
         ({"max_lora_rank": 16}, "max_lora_rank is 16, lora_a_stacked[0].size(2) is 8"),
         ({"top_k_num": 3}, "top_k_num is 3, topk_weights.size(1) is 2"),
         ({"shrink_num_warps": 0}, "shrink_num_warps is 0, expected an int of at least 1"),
         ({"sorted_token_ids": ids(3, 64).long()}, "sorted_token_ids has dtype int64, expected"),
-        ({"expert_ids": ids(3, 1)}, "expert_ids.size(1) is 1, expected at least a block of 16"),
         ({"num_active_loras": ids(2)}, "num_active_loras has 2 elements on cpu, expected 1 on"),
-        ({"adapter_enabled": ids(9)}, "adapter_enabled.size(0) is 9, expected"),
     ],
     "align": [
-        ({"block_size": 0}, "block_size is 0, expected at least 1"),
         ({"block_size": -(2**31) - 1}, "block_size is -2147483649, which is outside int32"),
         ({"num_experts": -1}, "num_experts is -1, expected at least 1"),
         *(
@@ -162,7 +126,6 @@ REFUSED = {
         ),
     ],
     "lora align": [
-        ({"topk_ids": ids(M)}, "topk_ids has 1 dimensions, expected 2: [M, top_k]"),
         ({"block_size": 2**31}, "block_size is 2147483648, which is outside int32"),
         ({"mode": "base"}, "mode is 'base', must be one of 'uniform', 'segmented'"),
     ],
@@ -209,7 +172,7 @@ def test_what_the_refused_are_made_from_is_right(call):
 
 # ---- types ----
 
-LAYER, GEMM, DELTA = "fused_experts_lora", "fused_moe_lora_gemm", "moe_lora_gate_up_delta"
+LAYER, DELTA = "fused_experts_lora", "moe_lora_gate_up_delta"
 TYPES = [
     (LAYER, {"lora_ranks": [8, 16]}, "lora_ranks is a list of int, expected Tensor"),
     (LAYER, {"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
@@ -219,11 +182,7 @@ TYPES = [
     (LAYER, {"adapter_enabled": (True,)}, "adapter_enabled is a tuple of bool"),
     (LAYER, {"activation": ["silu"]}, "activation is a list of str, expected str"),
     (LAYER, {"out": "x"}, "out is a str, expected Tensor or None"),
-    (GEMM, {"w": None}, "w is None, expected Tensor or PackedWeights"),
-    (DELTA, {"topk_ids": None}, "topk_ids is None, expected Tensor"),
-    (DELTA, {"token_lora_mapping": None}, "token_lora_mapping is None, expected"),
     (DELTA, {"num_experts": "4"}, "num_experts is a str, expected int or None"),
-    ("moe_lora_align_block_size", {"topk_ids": [[0]]}, "topk_ids is a list of list, expected"),
     ("moe_lora_align_block_size", {"block_size": None}, "block_size is None, expected int"),
 ]
 
