@@ -10,10 +10,11 @@ from cases import Problem, Spec, same_bits
 from conftest import on_gpu
 from delta_cases import Lists, delta_kwargs, delta_operator
 from glue_cases import DEVICES
-from test_graph import SLOTS, Captured, layer_problem, overwrite, variations
+from streams import Captured, busy_stream
+from test_graph import SLOTS, layer_problem, overwrite, variations
+from test_sglang_ops import RUN, buffers, info
 
 import moelora
-from moelora.integrations.sglang import ops as sglang_ops
 
 BASE = 0.25  # what the captured calls add to
 BLOCK = 16
@@ -65,21 +66,12 @@ def vllm(p: Problem):
     return run
 
 
-def sglang(p: Problem, fused: bool):
-    """`run_moe_lora` by one of its kernels."""
-    batch = moelora.MoELoRABatchInfo(
-        p.token_lora_mapping, p.lora_ranks, p.lora_scalings, p.adapter_enabled
-    )
+def sglang(p: Problem, how: str):
+    """`run_moe_lora` by its stages, or at once."""
+    routing = p.hidden_states, p.topk_ids, p.topk_weights, info(p)
 
     def run():
-        output = filled(p, *p.hidden_states.shape)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_ops, "should_use_fused_kernel", lambda tokens, top_k: fused)
-            moelora.run_moe_lora(
-                *(p.hidden_states, p.topk_ids, p.topk_weights, batch),
-                *(p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b, output),
-            )
-        return (output,)
+        return (RUN[how](*routing, *buffers(p), filled(p, *p.hidden_states.shape)),)
 
     return run
 
@@ -87,8 +79,8 @@ def sglang(p: Problem, fused: bool):
 RUNS = {
     "routed": routed,
     "vllm": vllm,
-    "sglang, staged": lambda p: sglang(p, False),
-    "sglang, fused": lambda p: sglang(p, True),
+    "sglang, staged": lambda p: sglang(p, "staged"),
+    "sglang, fused": lambda p: sglang(p, "fused"),
 }
 
 
@@ -118,14 +110,9 @@ def test_calls_do_not_synchronize(device):
     runs = [make(problem_for(name, 33).to(device)) for name, make in RUNS.items()]
     for run in runs:
         run()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    busy = torch.cuda.Event()
-    busy.record()
-    for run in runs:
-        run()
-    assert not busy.query(), "a call waited for the stream"
-    torch.cuda.synchronize()
+    with busy_stream():
+        for run in runs:
+            run()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -20,6 +20,7 @@ from quantized_cases import (
     of_each_kernel,
     with_dense,
 )
+from streams import Captured, busy_stream
 
 import moelora
 from moelora import _C
@@ -39,29 +40,6 @@ CHANGING = (
     *("hidden_states", "rows", "topk_ids", "topk_weights"),
     *("token_lora_mapping", "lora_ranks", "lora_scalings", "adapter_enabled"),
 )
-
-
-class Captured:
-    """One call in a CUDA graph."""
-
-    def __init__(self, run):
-        self.run = run  # and the tensors it holds, which replays read
-        with torch.cuda.stream(torch.cuda.Stream()):
-            run()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out = run()
-
-    def replay(self):
-        """The outputs of a replay, which must write all of them anew."""
-        outputs = self.out if isinstance(self.out, tuple) else (self.out,)
-        for t in outputs:
-            t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
-        self.graph.replay()
-        torch.cuda.synchronize()
-        copies = tuple(t.clone() for t in outputs)
-        return copies if isinstance(self.out, tuple) else copies[0]
 
 
 def layer_problem(
@@ -239,17 +217,12 @@ def test_work_is_queued_on_the_current_stream():
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         moelora.fused_experts_lora(**p.kwargs())  # its memory is allocated now
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second of the default stream
-    busy = torch.cuda.Event()
-    busy.record()
-    with torch.cuda.stream(side):
-        y = moelora.fused_experts_lora(**p.kwargs())
-        moelora.moe_align_block_size(p.topk_ids, 16, 8)
-    side.synchronize()
-    assert not busy.query(), "the call waited for another stream"
+    with busy_stream():
+        with torch.cuda.stream(side):
+            y = moelora.fused_experts_lora(**p.kwargs())
+            moelora.moe_align_block_size(p.topk_ids, 16, 8)
+        side.synchronize()
     assert same_bits(y, expected)
-    torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
@@ -285,10 +258,5 @@ def test_calls_do_not_synchronize():
         moelora.prepack_weights(weights)
 
     every_operator()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    busy = torch.cuda.Event()
-    busy.record()
-    every_operator()
-    assert not busy.query(), "a call waited for the stream"
-    torch.cuda.synchronize()
+    with busy_stream():
+        every_operator()

@@ -15,6 +15,7 @@ import torch
 from cases import Spec
 from checks import assert_close_to_ref
 from conftest import needs_gpu
+from streams import Captured
 
 import moelora
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
@@ -82,13 +83,7 @@ def replayed(bank: Bank, device: str):
     if device == "cpu":
         return bank.step
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        bank.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bank.step()
-    return graph.replay
+    return Captured(bank.step).graph.replay
 
 
 def assert_every_output_was_right(bank: Bank, replay, device: str) -> None:

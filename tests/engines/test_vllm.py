@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
+from streams import Captured
 from vllm_layer import Layer, base, load, platform
 
 import moelora
@@ -326,19 +327,7 @@ def test_one_capture_serves_every_step(served):
         pytest.skip("the end-to-end benchmark covers it")
     p = Spec(mix="all_different", tokens=16, ranks=(8, 16, 4), dtype=torch.bfloat16).build()
     layer = Layer(served, p, "cuda").step()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer()
-
-    def replay():
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        return out.clone()
-
+    replay = Captured(layer).replay
     mixed = replay()
     layer.check(mixed)
     plain = Layer(served, base(p), "cuda")()

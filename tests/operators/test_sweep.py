@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cases import Spec, same_bits
-from checks import assert_close_to_ref
+from checks import assert_close_to_ref, naming
 from covering import extent
 
 import moelora
@@ -37,10 +37,8 @@ def test_every_batch_up_to_512_tokens(device_and_dtype):
     for tokens in range(1, MOST + 1, step):
         made = [moelora.fused_experts_lora(**p.prefix(tokens).kwargs()) for p in there]
         for what, y, ref, naive in zip(("mixed", "base"), made, refs, naives, strict=True):
-            try:
+            with naming(f"{what}, {tokens} tokens"):
                 assert_close_to_ref(y, ref[:tokens], naive[:tokens], dtype)
-            except AssertionError as error:
-                raise AssertionError(f"{what}, {tokens} tokens: {error}") from error
         rows = bare[:tokens]
         assert same_bits(made[0][rows], made[1][rows]), f"base rows of {tokens} tokens"
         plans.add(_C.last_plan())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from cases import EDGE_CASES, Spec, same_bits
-from checks import assert_close_to_ref
+from checks import assert_close_to_ref, naming
 from quantized_cases import NATIVE, STEPS, dense, forms_of, is_w8a8, made
 
 import moelora
@@ -43,14 +42,6 @@ def forced(request):
     yield name, form, device, DTYPES.get(name.split("_")[1], torch.bfloat16)
     _C.force_variant(None)
     _C.limit_capability(0)
-
-
-@contextmanager
-def naming(spec: Spec):
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{spec}: {error}") from error
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -24,18 +23,6 @@ from moelora.reference.backward import TRAINED
 from moelora.reference.fp8 import numbers_of
 from moelora.reference.layer import activate
 from moelora.reference.routing import expert_per_choice
-
-
-@contextmanager
-def no_waits():
-    """Raises where the host waits for the GPU."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")  # of a layer
 FENCE = 5e-2  # of the largest gradient

@@ -17,7 +17,6 @@ from gradient_cases import (
     assert_samples,
     flat,
     grad_like,
-    no_waits,
 )
 from gradient_cases import by_autograd as of_layer
 from projection_cases import (
@@ -31,6 +30,7 @@ from projection_cases import (
     with_leaves,
 )
 from quantized_cases import ALL_FORMATS, NATIVE, made
+from streams import Captured, no_waits
 
 import moelora
 from moelora import ProjectionGradients
@@ -453,22 +453,21 @@ def test_a_captured_step_reads_the_factors_of_its_replay(place, projection, kind
     )
     wide = with_factors(arguments, torch.Tensor.float)
     grads, _ = buffers(wide, kind, place, torch.float32)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        backward(kind, wide, grad_out, grads=grads, accumulate=True)
-    with no_waits():
-        backward(kind, wide, grad_out, grads=grads, accumulate=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step():
         out = forward(projection, kind, wide)
         backward(kind, wide, grad_out, grads=grads, accumulate=True)
+        return out
+
+    captured = Captured(step)
+    with no_waits():
+        step()
     for name in FACTORS:
         for factor in as_list(wide[name]):
             factor.mul_(1.5)
     for grad in flat(grads._asdict()).values():
         grad.fill_(0.5)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert same_bits(out, forward(projection, kind, wide))
+    assert same_bits(captured.replay(), forward(projection, kind, wide))
     want, _ = buffers(wide, kind, place, torch.float32, fill=0.5)
     backward(kind, wide, grad_out, grads=want, accumulate=True)
     for name, grad in flat(grads._asdict()).items():

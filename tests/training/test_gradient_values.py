@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
+from checks import naming
 from covering import extent
 from gradient_cases import (
     FEW_PLACES,
@@ -43,10 +44,8 @@ def check(spec, device="cpu"):
 def check_random(count, first_seed, place):
     ratios = []
     for spec in random_specs(count, first_seed=first_seed, dtypes=(place[1],)):
-        try:
+        with naming(spec):
             ratios.append(check(spec, place[0]))
-        except Exception as error:
-            raise AssertionError(f"{spec}: {error}") from error
     assert_accurate_on_average(ratios, place[1])
 
 

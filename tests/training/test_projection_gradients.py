@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
+from checks import naming
 from conftest import CUDA_DTYPES, on_gpu
 from gradient_cases import (
     DEVICES,
@@ -15,7 +16,6 @@ from gradient_cases import (
     assert_samples,
     grad_like,
     leaves,
-    no_waits,
     saved_bytes,
 )
 from projection_cases import (
@@ -33,6 +33,7 @@ from projection_cases import (
 )
 from quantized_cases import ALL_FORMATS
 from quantized_cases import build as build_quantized
+from streams import Captured, no_waits
 
 import moelora
 
@@ -74,10 +75,8 @@ def test_random_problems(place):
     ratios = []
     for number, spec in enumerate(random_specs(24, first_seed=900, dtypes=(dtype,))):
         projection, mul = ("w13", "w2")[number % 2], number % 4 < 2
-        try:
+        with naming(f"{spec} {projection} {mul}"):
             ratios.append(hold(spec, projection, mul, of_projection, device))
-        except Exception as error:
-            raise AssertionError(f"{spec} {projection} {mul}: {error}") from error
     assert_accurate_on_average(ratios, dtype)
 
 
@@ -323,18 +322,11 @@ def test_a_captured_step_serves_any_routing(dtype, projection, which):
     (arguments, grad_out), (other, _) = (
         problem("cuda", projection, tokens=90, dtype=dtype, seed=seed) for seed in range(2)
     )
-    with torch.cuda.stream(torch.cuda.Stream()):
-        compute(arguments, grad_out)
+    captured = Captured(lambda: compute(arguments, grad_out))
     with no_waits():
         compute(arguments, grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = compute(arguments, grad_out)
     for name in CHANGING:
         arguments[name].copy_(other[name])
-    for tensor in captured.values():
-        tensor.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
+    found = captured.replay()
     for name, want in compute(arguments, grad_out).items():
-        assert same_bits(captured[name], want), name
+        assert same_bits(found[name], want), name

@@ -9,8 +9,9 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import CUDA_DTYPES, needs_gpu
-from gradient_cases import flat, grad_like, no_waits
-from quantized_cases import ALL_FORMATS, build
+from gradient_cases import flat, grad_like
+from quantized_cases import ALL_FORMATS, NATIVE, build, dense, made
+from streams import Captured, no_waits
 
 import moelora
 
@@ -28,28 +29,25 @@ def step(arguments, grad_out):
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("tokens", [2, 90, 700])
-def test_a_captured_step_serves_any_routing(tokens, dtype):
-    first, second, third = (
-        replace(SPEC, tokens=tokens, dtype=dtype, seed=seed).build().to("cuda") for seed in range(3)
-    )
+@pytest.mark.parametrize(
+    ("tokens", "form"),
+    [
+        *((tokens, NATIVE) for tokens in (2, 90, 700)),
+        *((90, form) for form in ("mxfp4", "int4_g64_zp", "fp8_block_w8a8")),
+    ],
+)
+def test_a_captured_step_serves_any_routing(tokens, form, dtype):
+    spec = replace(SPEC, tokens=tokens)
+    first, *others = (made(replace(spec, seed=s), form, dtype).to("cuda") for s in range(3))
     arguments = first.kwargs()
-    grad_out = grad_like(first.hidden_states.shape, dtype, "cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step(arguments, grad_out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(arguments, grad_out)
-    for other in (second, third, first):
+    grad_out = grad_like(arguments["hidden_states"].shape, dtype, "cuda")
+    captured = Captured(lambda: step(arguments, grad_out))
+    for other in others:
         for name in CHANGING:
-            arguments[name].copy_(getattr(other, name))
-        for tensor in captured.values():
-            tensor.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
+            arguments[name].copy_(getattr(dense(other), name))
+        found = captured.replay()
         for name, want in step(arguments, grad_out).items():
-            assert same_bits(captured[name], want), name
+            assert same_bits(found[name], want), name
 
 
 def test_a_step_of_autograd_is_captured():
@@ -62,20 +60,10 @@ def test_a_step_of_autograd_is_captured():
     def run():
         x.grad = a.grad = None
         moelora.fused_experts_lora(**arguments).backward(grad_out)
+        return x.grad, a.grad
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.synchronize()
-    want = x.grad.clone(), a.grad.clone()
-    x.grad = a.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        moelora.fused_experts_lora(**arguments).backward(grad_out)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert same_bits(x.grad, want[0]) and same_bits(a.grad, want[1])
+    found = Captured(run).replay()
+    assert all(map(same_bits, found, run()))
 
 
 def test_a_step_does_not_wait_for_the_gpu():
@@ -87,39 +75,13 @@ def test_a_step_does_not_wait_for_the_gpu():
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 600])
-def test_the_forward_has_the_bits_of_serving_as_planned(tokens):
-    """Of few tokens, too, which one launch serves."""
+@pytest.mark.parametrize("form", [NATIVE, *ALL_FORMATS])
+def test_the_forward_has_the_bits_of_serving_as_planned(form, tokens):
+    """Whatever kernel serves so many tokens: few ones with weights of four bits take one launch."""
     for dtype in CUDA_DTYPES:
-        p = replace(SPEC, tokens=tokens, dtype=dtype).build().to("cuda")
-        saving, _ = moelora.fused_experts_lora_saving(**p.kwargs())
-        assert same_bits(saving, moelora.fused_experts_lora(**p.kwargs()))
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 600])
-@pytest.mark.parametrize("name", ALL_FORMATS)
-def test_the_forward_of_quantized_weights_has_the_bits_of_serving(name, tokens):
-    """Whatever kernel serves so many tokens."""
-    for dtype in CUDA_DTYPES:
-        spec = replace(SPEC, tokens=tokens, hidden=160, inter=96)
-        arguments = build(spec, ALL_FORMATS[name], dtype).to("cuda").kwargs()
+        arguments = made(replace(SPEC, tokens=tokens), form, dtype).to("cuda").kwargs()
         saving, _ = moelora.fused_experts_lora_saving(**arguments)
         assert same_bits(saving, moelora.fused_experts_lora(**arguments))
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "int4_g64_zp", "fp8_block_w8a8"])
-def test_a_step_of_quantized_weights_is_captured(name):
-    p = build(replace(SPEC, hidden=160, inter=96), ALL_FORMATS[name], torch.bfloat16).to("cuda")
-    arguments = p.kwargs()
-    grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, "cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        want = step(arguments, grad_out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(arguments, grad_out)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(same_bits(captured[field], grad) for field, grad in want.items())
 
 
 @pytest.mark.parametrize("name", [None, "mxfp4", "fp8_block_w8a8"])

@@ -280,12 +280,6 @@ def moe_lora_fused(
     return output
 
 
-def should_use_fused_kernel(num_tokens: int, top_k: int) -> bool:
-    """Return True: `run_moe_lora` always takes `moe_lora_fused`."""
-    del num_tokens, top_k
-    return True
-
-
 @typed
 def run_moe_lora(
     hidden_states: Tensor,
