@@ -12,6 +12,7 @@ import torch
 from cases import Spec, same_bits
 from checks import assert_close_to_ref, assert_gemm_is_the_cpus
 from conftest import CUDA_DTYPES, needs_gpu
+from test_align import OPERATORS, assert_same, every_alignment
 
 import moelora
 from moelora import _C
@@ -146,15 +147,6 @@ def align_inputs(tokens, top_k, experts, adapters, mix, seed=0, wide=False):
     return ids, mapping, enabled
 
 
-def every_alignment(ids, mapping, enabled, experts, adapters, block_size, weights):
-    yield moelora.moe_align_block_size(ids, block_size, experts)
-    yield moelora.moe_sorting(ids, weights, experts, block_size)
-    for mode in ("uniform", "segmented"):
-        yield moelora.moe_lora_align_block_size(
-            ids, mapping, experts, block_size, adapters, mode=mode, adapter_enabled=enabled
-        )
-
-
 @pytest.mark.parametrize("mix", ["uniform", "one", "zipf", "strange"])
 @pytest.mark.parametrize("name", ALIGNMENTS)
 def test_alignment_equals_the_cpu(name, mix):
@@ -164,15 +156,14 @@ def test_alignment_equals_the_cpu(name, mix):
     block_size = (16, 128, 7, 64, 1)[variant % 5]
     ids, mapping, enabled = align_inputs(*ALIGNMENTS[name], mix, wide=variant % 2 == 1)
     weights = torch.rand(tokens, top_k)
-    here = (ids, mapping, enabled)
-    there = tuple(None if t is None else t.to(GPU) for t in here)
-    for got, expected in zip(
-        every_alignment(*there, experts, adapters, block_size, weights.to(GPU)),
-        every_alignment(*here, experts, adapters, block_size, weights),
-        strict=True,
-    ):
-        for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-            assert torch.equal(g.cpu(), e), f"output {i}"
+    arguments = {"topk_ids": ids, "token_lora_mapping": mapping, "num_experts": experts}
+    arguments |= {"block_size": block_size, "max_loras": adapters, "adapter_enabled": enabled}
+    assert_same(
+        *(
+            every_alignment(OPERATORS, device, weights, **arguments, expert_map=None)
+            for device in (GPU, "cpu")
+        )
+    )
 
 
 def test_alignment_of_strided_ids_with_an_expert_map():
@@ -189,15 +180,10 @@ def test_alignment_of_strided_ids_with_an_expert_map():
         for device in (GPU, "cpu"):
             # a view on the device has the strides of its source
             a, w, m, t = (x if device == "cpu" else strided_copy(x) for x in cut)
-            results.append(
-                [
-                    *moelora.moe_sorting(a, w, 64, 16, expert_map=m),
-                    *moelora.moe_lora_align_block_size(a, t, 64, 16, 5, expert_map=m),
-                    *moelora.moe_align_block_size(a, 16, 64, expert_map=m),
-                ]
-            )
-        for i, (g, e) in enumerate(zip(*results, strict=True)):
-            assert torch.equal(g.cpu(), e), f"output {i}, {tokens} tokens"
+            arguments = {"topk_ids": a, "token_lora_mapping": t, "num_experts": 64}
+            arguments |= {"block_size": 16, "max_loras": 5, "expert_map": m}
+            results.append(every_alignment(OPERATORS, device, w, **arguments))
+        assert_same(*results)
 
 
 def strided_copy(t: torch.Tensor) -> torch.Tensor:

@@ -13,39 +13,37 @@ from moelora.reference import (
 )
 
 BLOCK_SIZES = (1, 4, 16, 64)
+OPERATORS = moelora.moe_align_block_size, moelora.moe_lora_align_block_size, moelora.moe_sorting
+REFERENCES = moe_align_block_size_ref, moe_lora_align_block_size_ref, moe_sorting_ref
+
+
+def every_alignment(functions, device, topk_weights, zeroed=None, **arguments):
+    """All outputs of the three functions; `arguments` are those of the one with adapters."""
+    align, lora_align, sort = functions
+    arguments |= {n: t.to(device) for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+    ids, expert_map = arguments["topk_ids"], arguments["expert_map"]
+    experts, block_size = arguments["num_experts"], arguments["block_size"]
+    options = {"expert_map": expert_map} | ({} if zeroed is None else {"out_to_zero": zeroed})
+    return [
+        *align(ids, block_size, experts, expert_map=expert_map),
+        *sort(ids, topk_weights.to(device), experts, block_size, **options),
+        *lora_align(**arguments, mode="uniform"),
+        *lora_align(**arguments, mode="segmented"),
+    ]
 
 
 def assert_same(got, expected):
     """Sizes, dtypes and every entry, padding and what lies past the end included."""
-    assert len(got) == len(expected)
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        assert g.dtype == e.dtype, f"output {i}"
-        assert g.cpu().tolist() == e.tolist(), f"output {i}"
+        assert g.dtype == e.dtype and torch.equal(g.cpu(), e), f"output {i}"
 
 
 def check_all(spec: Spec, block_size: int, device: str) -> None:
     p = spec.build()
     there = p.to(device)
-    arguments, arguments_there = p.align_kwargs(block_size), there.align_kwargs(block_size)
-    for mode in ("uniform", "segmented"):
-        assert_same(
-            moelora.moe_lora_align_block_size(**arguments_there, mode=mode),
-            moe_lora_align_block_size_ref(**arguments, mode=mode),
-        )
-    num_experts = arguments["num_experts"]
     assert_same(
-        moelora.moe_align_block_size(
-            there.topk_ids, block_size, num_experts, expert_map=there.expert_map
-        ),
-        moe_align_block_size_ref(p.topk_ids, block_size, num_experts, expert_map=p.expert_map),
-    )
-    assert_same(
-        moelora.moe_sorting(
-            there.topk_ids, there.topk_weights, num_experts, block_size, expert_map=there.expert_map
-        ),
-        moe_sorting_ref(
-            p.topk_ids, p.topk_weights, num_experts, block_size, expert_map=p.expert_map
-        ),
+        every_alignment(OPERATORS, device, there.topk_weights, **there.align_kwargs(block_size)),
+        every_alignment(REFERENCES, "cpu", p.topk_weights, **p.align_kwargs(block_size)),
     )
 
 
@@ -86,10 +84,8 @@ def test_large(tokens, top_k, experts, adapters, device):
 def sorts(request):
     """(alignment, that with adapters, sorting, device): of the reference, and operators."""
     if request.param == "reference":
-        refs = moe_align_block_size_ref, moe_lora_align_block_size_ref, moe_sorting_ref
-        return *refs, "cpu"
-    operators = moelora.moe_align_block_size, moelora.moe_lora_align_block_size
-    return *operators, moelora.moe_sorting, request.param
+        return *REFERENCES, "cpu"
+    return *OPERATORS, request.param
 
 
 # Composable Kernel's example: five tokens, top-3, six experts, blocks of four.

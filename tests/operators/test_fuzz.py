@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from cases import ACTIVATIONS, ALPHAS, LIMITS, MIXES, Spec, same_bits
+from cases import Spec, draw_spec, same_bits
 from checks import naming
 from conftest import CUDA_DTYPES, on_gpu
 from holding import hold_base_rows, hold_gemm, hold_layer
+from test_align import OPERATORS, assert_same, every_alignment
 from test_delta import check_delta
 from test_fused_moe_lora import check_fused
 from test_sglang_ops import RUN
@@ -93,41 +95,16 @@ def check_alignment(seed: int, there_is: str) -> None:
     weights = torch.rand(tokens, top_k, generator=make)
     out = torch.ones(rng.randrange(1, 200_000), dtype=torch.bfloat16)
 
+    arguments = {"topk_ids": ids, "token_lora_mapping": carried, "num_experts": experts}
+    arguments |= {"block_size": block_size, "max_loras": slots}
+    arguments |= {"adapter_enabled": enabled, "expert_map": expert_map}
     results = []
     for device in (there_is, "cpu"):
-        there = {
-            name: None if t is None else t.to(device)
-            for name, t in (
-                *(("ids", ids), ("carried", carried), ("enabled", enabled)),
-                *(("map", expert_map), ("weights", weights), ("out", out)),
-            )
-        }
-        found = [*moelora.moe_align_block_size(there["ids"], block_size, experts)]
-        found += moelora.moe_sorting(
-            there["ids"],
-            there["weights"],
-            experts,
-            block_size,
-            out_to_zero=there["out"],
-            expert_map=there["map"],
-        )
-        for mode in ("uniform", "segmented"):
-            found += moelora.moe_lora_align_block_size(
-                there["ids"],
-                there["carried"],
-                experts,
-                block_size,
-                slots,
-                mode=mode,
-                adapter_enabled=there["enabled"],
-                expert_map=there["map"],
-            )
-        results.append([*found, there["out"]])
-    for i, (got, expected) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(got.cpu(), expected), (
-            f"output {i} of M={tokens} top_k={top_k} E={experts} adapters={slots} "
-            f"block_size={block_size}"
-        )
+        zeroed = out.to(device, copy=True)
+        found = every_alignment(OPERATORS, device, weights, zeroed, **arguments)
+        results.append([*found, zeroed])
+    with naming(f"M={tokens} top_k={top_k} E={experts} adapters={slots} block_size={block_size}"):
+        assert_same(*results)
 
 
 @pytest.mark.parametrize("device, batch", seeds(2000, FIRST))
@@ -149,39 +126,17 @@ def draw(seed: int) -> tuple[Spec, random.Random]:
 
     experts = rng.choice((1, 2, 4, 8, 16, 40))
     packable = rng.random() < 0.25
-    hidden = rng.choice((64, 128, 192, 384)) if packable else near(16, 64, 128, 256, 448)
-    inter = rng.choice((64, 128, 256)) if packable else near(16, 64, 96, 128, 256)
-    activation = rng.choice(("silu", *ACTIVATIONS))
-    pass_ranks = rng.random() < 0.8
-    ranks = tuple(
-        rng.choice((1, 4, 8, 16, 16, 24, 33, 64, 128, 256)) for _ in range(rng.choice((1, 3, 8)))
-    )
-    numbers = random.Random(-1 - seed)
-    spec = Spec(
-        alpha=numbers.choice((None, 0.5, 3.0)) if activation in ALPHAS else None,
-        limit=numbers.choice((None, 0.5, 1e30)) if activation in LIMITS else None,
+    small = draw_spec(seed, CUDA_DTYPES)
+    return replace(
+        small,
         tokens=rng.choice((1, 2, 4, 7, 16, 30, 64, 120, 200)),
         top_k=min(experts, rng.choice((1, 2, 2, 4, 8))),
         experts=experts,
-        hidden=hidden,
-        inter=inter,
-        dtype=rng.choice(CUDA_DTYPES),
-        activation=activation,
-        ranks=ranks if pass_ranks else (ranks[0],) * len(ranks),
-        spare_rank=rng.choice((0, 0, 3, 16)) if pass_ranks else 0,
-        mix=rng.choice(MIXES),
-        routing=rng.choice(("random", "random", "random", "few", "one_expert", "out_of_range")),
-        sharing=rng.choice(("per_expert", "per_expert", "outer", "expanded")),
-        slices=2 if activation != "relu2" and rng.random() < 0.6 else 1,
-        scalings=rng.random() < 0.5,
-        pass_ranks=pass_ranks,
-        bias=rng.random() < 0.3,
-        remote=rng.choice((0, 0, 0, 3)),
-        int64_ids=rng.random() < 0.3,
-        strided=0 if packable else rng.choice((0, 0, 0, 1, 8)),
-        seed=seed,
-    )
-    return spec, rng
+        hidden=rng.choice((64, 128, 192, 384)) if packable else near(16, 64, 128, 256, 448),
+        inter=rng.choice((64, 128, 256)) if packable else near(16, 64, 96, 128, 256),
+        strided=0 if packable else small.strided,
+        weight_on_input=False,
+    ), rng
 
 
 def twice(operator, names: tuple[str, ...], rng: random.Random):

@@ -279,12 +279,17 @@ def hold_gradients(spec: Spec, compute=by_autograd, device="cpu") -> dict[str, f
         grad_out = grad_like(shape, spec.dtype, device, seed=1 + number)
         return samples_of(compute(arguments, grad_out), arguments, grad_out)
 
+    return hold_draws(sample, spec.dtype)
+
+
+def hold_draws(sample, dtype) -> dict[str, float]:
+    """What assert_samples() says of draw 0, or, where that is not enough to tell, of DRAWS."""
     samples = [sample(0)]
     try:
-        return assert_samples(samples, spec.dtype)
+        return assert_samples(samples, dtype)
     except AssertionError:
         samples += [sample(number) for number in range(1, DRAWS)]
-        return assert_samples(samples, spec.dtype)
+        return assert_samples(samples, dtype)
 
 
 # Where there is a backward. Bodies take a device, so that they run on others when these have one.

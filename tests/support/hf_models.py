@@ -124,13 +124,13 @@ def peft_of(model, folders):
 
 
 @torch.no_grad()
-def oracle(model, folders, rows, ids):
+def oracle(model, folders, rows, ids, adapted=with_peft):
     """Logits of a mixed batch, one adapter at a time, through transformers' own experts."""
     logits = model(ids).logits
     for name, folder in folders.items():
         chosen = [i for i, row in enumerate(rows) if row == name]
         if chosen:
-            logits[chosen] = with_peft(model, folder)(ids).logits[chosen]
+            logits[chosen] = adapted(model, folder)(ids).logits[chosen]
     return logits
 
 

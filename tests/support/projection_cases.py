@@ -45,13 +45,8 @@ def samples(grads, reference, grad_out):
     return {n: (grads[n], want[n], naive[n].double()) for n in want}
 
 
-def of_delta(projection, base=None, add_inputs=True):
-    def compute(arguments, grad_out):
-        options = {"out": None if base is None else base(grad_out), "add_inputs": add_inputs}
-        function = partial(DELTAS[projection], **options)
-        return by_autograd(arguments, grad_out, TRAINED_OF_PROJECTION, function)
-
-    return compute
+def of_delta(projection):
+    return partial(by_autograd, names=TRAINED_OF_PROJECTION, function=DELTAS[projection])
 
 
 def problem(device="cpu", projection="w13", mul=True, **options):

@@ -2,10 +2,11 @@
 
 import copy
 import json
+from functools import partial
 
 import small_models
 import torch
-from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, qwen3, tokens
+from hf_models import deepseek_v3, gpt_oss, make_model, mixtral, oracle, qwen3, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -145,15 +146,7 @@ def served(folder, config=qwen3, place=("cpu", torch.float32), **sizes):
 ROWS = ["all", None, "attention", "mlp", "all"]
 
 
-@torch.no_grad()
-def wanted_logits(model, folders, rows, ids):
-    """Logits of a mixed batch by merged weights, one adapter at a time."""
-    logits = model(ids).logits
-    for name, folder in folders.items():
-        chosen = [i for i, row in enumerate(rows) if row == name]
-        if chosen:
-            logits[chosen] = merged(model, folder)(ids).logits[chosen]
-    return logits
+wanted_logits = partial(oracle, adapted=merged)  # by merged weights
 
 
 def relative(got, wanted):

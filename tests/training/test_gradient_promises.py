@@ -7,7 +7,6 @@ import torch
 from cases import Problem, Spec, same_bits
 from conftest import on_gpu
 from gradient_cases import (
-    DEVICES,
     FEW_PLACES,
     PLACES,
     by_autograd,
@@ -235,23 +234,6 @@ def test_saved_bytes(spec, place):
     rows, rank = p.topk_ids.numel(), max(spec.ranks)
     numbers = rows * (p.w13.shape[1] + (spec.slices + 1) * rank)
     assert extra == numbers * place[1].itemsize
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_saved_without_autograd(device):
-    p, _ = problem(TENANTS, (device, torch.bfloat16))
-    x = p.hidden_states.detach().requires_grad_()
-    arguments = p.kwargs() | {"hidden_states": x}
-
-    def plans(mode):
-        with mode:
-            storages = saved_bytes(lambda: moelora.fused_experts_lora(**arguments))
-        return storages
-
-    assert plans(torch.enable_grad())
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        assert not plans(mode)
-    assert not saved_bytes(lambda: moelora.fused_experts_lora(**p.kwargs()))
 
 
 def kernels():
