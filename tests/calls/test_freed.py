@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from cases import same_bits
-from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator
+from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator, tensors_in, with_another
 
 import moelora
 from moelora.operators import trace
@@ -38,18 +38,6 @@ def listed(value):
     return value if isinstance(value, list) else [value]
 
 
-def with_one_replaced(args, replace):
-    """(place, index in a list or None, arguments) for each tensor that has elements."""
-    for at, value in enumerate(args):
-        for i, t in enumerate(listed(value)):
-            if isinstance(t, torch.Tensor) and t.numel():
-                new = replace(t)
-                if isinstance(value, list):
-                    yield at, i, (*args[:at], [*value[:i], new, *value[i + 1 :]], *args[at + 1 :])
-                else:
-                    yield at, None, (*args[:at], new, *args[at + 1 :])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", STORAGES)
 def test_every_operator_refuses_every_argument(device, kind):
@@ -58,7 +46,10 @@ def test_every_operator_refuses_every_argument(device, kind):
         arguments = operator(name)._schema.arguments
         written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
         before = copy.deepcopy({i: args[i] for i in written})
-        for at, index, wrong in with_one_replaced(args, lambda t: without_storage(t, kind)):
+        for at, index, tensor in tensors_in(args):
+            if not tensor.numel():
+                continue
+            wrong = with_another(args, at, index, without_storage(tensor, kind))
             entry = arguments[at].name + ("" if index is None else rf"\[{index}\]")
             with pytest.raises(RuntimeError, match=f"{entry} {REFUSED}"):
                 operator(name)(*wrong)

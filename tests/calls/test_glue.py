@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from glue_cases import DEVICES, TOP_K, E, I, K, M, inputs, op_calls, operator
+from glue_cases import (
+    DEVICES,
+    TOP_K,
+    E,
+    I,
+    K,
+    M,
+    inputs,
+    op_calls,
+    operator,
+    tensors_in,
+    with_another,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora
@@ -58,14 +70,6 @@ def broken(tensor):
     yield tensor.new_zeros(2 * tensor.numel())[::2].view(shape)
 
 
-def with_one_broken(args):
-    for at, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            yield from ((*args[:at], other, *args[at + 1 :]) for other in broken(value))
-        elif isinstance(value, list):
-            yield from ((*args[:at], items, *args[at + 1 :]) for items in with_one_broken(value))
-
-
 # An argument in a message: before what is said about it, or behind what it is compared with.
 TOLD = re.compile(
     r"\w+(?=(?:\[\d\])?(?: has dtype|\.size\(|\.stride\())|(?<=memory with )\w+|(?<= as )\w+$"
@@ -78,13 +82,13 @@ def test_messages_use_the_names_of_the_operator(case):
     name, args = case
     known = {argument.name for argument in operator(name)._schema.arguments}
     messages = []
-    for wrong in with_one_broken(args):
-        wrong = [list(a) if isinstance(a, tuple) else a for a in wrong]
-        try:
-            operator(name)(*wrong)
-        except RuntimeError as error:
-            messages.append(str(error))
-            assert set(TOLD.findall(messages[-1])) <= known, messages[-1]
+    for place, index, tensor in tensors_in(args):
+        for other in broken(tensor):
+            try:
+                operator(name)(*with_another(args, place, index, other))
+            except RuntimeError as error:
+                messages.append(str(error))
+                assert set(TOLD.findall(messages[-1])) <= known, messages[-1]
     assert any(map(TOLD.search, messages))
 
 

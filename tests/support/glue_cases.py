@@ -212,3 +212,19 @@ def projection_calls(gemm, grad_out):
 
 def operator(name):
     return getattr(torch.ops.moelora, name).default
+
+
+def tensors_in(args):
+    """(place, index in a list or None, tensor) of each tensor among an operator's arguments."""
+    for place, value in enumerate(args):
+        for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(item, torch.Tensor):
+                yield place, index, item
+
+
+def with_another(args, place, index, tensor):
+    """The arguments with this tensor in that place."""
+    value = args[place]
+    if index is not None:
+        tensor = [*value[:index], tensor, *value[index + 1 :]]
+    return [*args[:place], tensor, *args[place + 1 :]]

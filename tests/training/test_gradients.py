@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from cases import same_bits
-from glue_cases import TOP_K, I, K, M, inputs, op_calls, operator
+from glue_cases import TOP_K, I, K, M, inputs, op_calls, operator, tensors_in, with_another
 from gradient_cases import by_autograd, by_hand, grad_like, leaves
 from torch.autograd import forward_ad
 
@@ -20,28 +20,20 @@ GRAD_OUT = grad_like((M, K), torch.float32)
 
 def with_grad(args, place, index=None):
     """The arguments, one of which requires a gradient."""
-    args = [list(a) if isinstance(a, list) else a for a in args]
-    if index is None:
-        args[place] = args[place].detach().clone().requires_grad_()
-    else:
-        args[place][index] = args[place][index].detach().clone().requires_grad_()
-    return args
+    tensor = args[place] if index is None else args[place][index]
+    return with_another(args, place, index, tensor.detach().clone().requires_grad_())
 
 
 def floating():
     """(name, its arguments, place, index in a list, argument, what a message calls it)"""
     for name, args in CALLS:
-        for place, (argument, value) in enumerate(
-            zip(operator(name)._schema.arguments, args, strict=False)
-        ):
-            items = enumerate(value) if isinstance(value, list) else [(None, value)]
-            for index, item in items:
-                if isinstance(item, torch.Tensor) and item.is_floating_point() and item.numel():
-                    suffix = "" if index is None else f"[{index}]"
-                    yield pytest.param(
-                        *(name, args, place, index, argument.name, suffix),
-                        id=f"{name}-{argument.name}{suffix}",
-                    )
+        schema = operator(name)._schema.arguments
+        for place, index, tensor in tensors_in(args):
+            if tensor.is_floating_point() and tensor.numel():
+                argument, suffix = schema[place].name, "" if index is None else f"[{index}]"
+                yield pytest.param(
+                    *(name, args, place, index, argument, suffix), id=f"{name}-{argument}{suffix}"
+                )
 
 
 @pytest.mark.parametrize(("name", "args", "place", "index", "argument", "suffix"), list(floating()))
@@ -197,12 +189,7 @@ def test_tangents_and_transforms(name, args, place, index, argument, suffix):
     value = args[place] if index is None else args[place][index]
 
     def call(new):
-        given = [list(a) if isinstance(a, list) else a for a in args]
-        if index is None:
-            given[place] = new
-        else:
-            given[place][index] = new
-        return operator(name)(*given)
+        return operator(name)(*with_another(args, place, index, new))
 
     for grad_mode in (True, False):
         with (
@@ -356,13 +343,7 @@ def test_a_backward_notices_that_what_it_saved_was_written():
 def test_what_an_operator_writes_has_another_version(name):
     args = next(args for called, args in op_calls() if called == name)
     schema = operator(name)._schema.arguments
-    tensors = [
-        (argument, t)
-        for argument, value in zip(schema, args, strict=False)
-        for t in (value if isinstance(value, list) else [value])
-        if isinstance(t, torch.Tensor)
-    ]
-    before = [t._version for _, t in tensors]
+    before = [(schema[place], t, t._version) for place, _, t in tensors_in(args)]
     operator(name)(*args)
-    for (argument, tensor), was in zip(tensors, before, strict=True):
+    for argument, tensor, was in before:
         assert (tensor._version > was) == bool(argument.alias_info), argument.name
