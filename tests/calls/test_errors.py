@@ -3,7 +3,8 @@
 C validates arguments, in words that tests/c holds; here is that they reach it under their names,
 that meta tensors are refused in the same words, and that nothing is written before. Problems have
 M = 5 tokens, top_k = 2, E = 4 experts, K = 64, I = 32, and two adapters of maximum rank R = 16;
-those of adapters alone have 9 tokens and three adapters of rank 8.
+those of adapters alone have 9 tokens and three adapters of rank 8, and SGLang's MLP of adapters
+is of the first with one slice.
 """
 
 import math
@@ -53,6 +54,16 @@ def of_delta():
     return {**delta_kwargs(p, "w13"), "out": base_output(p, 64).tensor}
 
 
+def of_mlp():
+    given = Spec(slices=1).build().kwargs()
+    names = ("hidden_states", "topk_ids", "topk_weights", "w13_lora_a", "w13_lora_b")
+    taken = ("x", "expert_ids", "routing_weights", "gate_up_a", "gate_up_b")
+    names += ("w2_lora_a", "w2_lora_b", "token_lora_mapping", "lora_ranks", "lora_scalings")
+    taken += ("down_a", "down_b", "weight_indices", "lora_ranks", "scalings")
+    found = {ours: given[name] for ours, name in zip(taken, names, strict=True)}
+    return {**found, "output": torch.ones(M, K)}
+
+
 ROUTING = {"topk_ids": ids(M, TOP_K), "num_experts": E, "block_size": 4}
 CALLS = {
     "layer": (
@@ -65,6 +76,7 @@ CALLS = {
     ),
     "delta": (moelora.moe_lora_gate_up_delta, of_delta),
     "lists": (moelora.fused_moe_lora, of_lists),
+    "mlp": (moelora.moe_lora_fused, of_mlp),
     "align": (moelora.moe_align_block_size, lambda: ROUTING),
     "lora align": (moelora.moe_lora_align_block_size, lambda: Spec().build().align_kwargs(4)),
     "sorting": (moelora.moe_sorting, lambda: {**ROUTING, "topk_weights": zeros(M, TOP_K)}),
@@ -116,6 +128,16 @@ REFUSED = {
         ({"shrink_num_warps": 0}, "shrink_num_warps is 0, expected an int of at least 1"),
         ({"sorted_token_ids": ids(3, 64).long()}, "sorted_token_ids has dtype int64, expected"),
         ({"num_active_loras": ids(2)}, "num_active_loras has 2 elements on cpu, expected 1 on"),
+    ],
+    "mlp": [
+        ({"output": zeros(M, 63)}, "output.size(1) is 63, x.size(1) is 64"),
+        ({"output": zeros(100).as_strided((M, K), (1, 1))}, "output.stride"),
+        ({"gate_up_b": zeros(L, E, 63, R)}, "63 columns"),
+        ({"down_a": zeros(L, E, R, 30)}, "down_a[0].size(3) is 30, half of the columns of gate"),
+        ({"down_b": zeros(L, E, 60, R)}, "down_b[0].size(2) is 60, x.size(1) is 64"),
+        ({"down_b": zeros(1, E, K, R)}, "down_b[0].size(0) is 1, gate"),
+        ({"down_b": zeros(L, 3, K, R)}, "down_b[0].size(1) is 3, num_experts is 4"),
+        ({"weight_indices": ids(4)}, "weight_indices.size(0) is 4, expert_ids"),
     ],
     "align": [
         ({"block_size": -(2**31) - 1}, "block_size is -2147483649, which is outside int32"),
