@@ -108,54 +108,40 @@ def test_the_undamaged_adapter_is_taken(pool, folder):
 
 
 @fuzz
-@given(data=st.data())
-def test_damaged_bytes(pool, folder, data):
-    """Bytes of the file overwritten, cut off, or appended; also its length field."""
+@given(data=st.data(), of_torch=st.booleans())
+def test_damaged_bytes(pool, folder, data, of_torch):
+    """Bytes of a file overwritten, cut off, or appended, at random or where they tell the most.
+
+    That is safetensors' header and its length field, and the pickle and directory of an archive.
+    """
     path = write(folder / "a", valid_state()) / "adapter_model.safetensors"
+    if of_torch:
+        path.unlink()
+        path = path.with_suffix(".bin")
+        torch.save(valid_state(), path)
     content = bytearray(path.read_bytes())
-    header = struct.unpack("<Q", content[:8])[0]
-    kind = data.draw(st.sampled_from(["flip", "header", "length", "cut", "append"]))
-    if kind in ("flip", "header"):
-        last = len(content) - 1 if kind == "flip" else 7 + header
-        for at in data.draw(st.lists(st.integers(8, last), min_size=1, max_size=6)):
-            content[at] = data.draw(st.integers(0, 255))
-    elif kind == "length":
+    if of_torch:
+        pickle, directory = content.index(b"\x80\2}"), content.index(b"PK\1\2")
+        spans = {"pickle": (pickle, content.index(b"u.PK") + 2)}
+        spans["directory"] = (directory, len(content))
+    else:
+        header = struct.unpack("<Q", content[:8])[0]
+        spans = {"flip": (8, len(content)), "header": (8, 8 + header), "length": None}
+    kind = data.draw(st.sampled_from([*spans, "cut", "append"]))
+    if kind == "length":
         other = st.integers(0, 2**64 - 1).filter(lambda length: length != header)
         content[:8] = struct.pack("<Q", data.draw(other))
     elif kind == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
-    else:
+    elif kind == "append":
         content += data.draw(st.binary(min_size=1, max_size=20))
-    path.write_bytes(content)
-    taken = add_and_check(pool, folder / "a")
-    assert not taken or kind in ("flip", "header")
-    with contextlib.suppress(*CLEAR):
-        peek(folder / "a", LAYERS, LINEARS)
-
-
-@fuzz
-@given(data=st.data())
-def test_damaged_bytes_of_torch(pool, folder, data):
-    """Bytes of an archive overwritten, most of them of its pickle or directory; cut; appended."""
-    path = write(folder / "a", valid_state()) / "adapter_model.safetensors"
-    path.unlink()
-    path = path.with_suffix(".bin")
-    torch.save(valid_state(), path)
-    content = bytearray(path.read_bytes())
-    kind = data.draw(st.sampled_from(["pickle", "directory", "cut", "append"]))
-    if kind in ("pickle", "directory"):
-        start, end = content.index(b"\x80\2}"), content.index(b"u.PK") + 2
-        if kind == "directory":
-            start, end = content.index(b"PK\1\2"), len(content)
+    else:
+        start, end = spans[kind]
         for at in data.draw(st.lists(st.integers(start, end - 1), min_size=1, max_size=6)):
             content[at] = data.draw(st.integers(0, 255))
-    elif kind == "cut":
-        content = content[: data.draw(st.integers(0, len(content) - 1))]
-    else:
-        content += data.draw(st.binary(min_size=1, max_size=20))
     path.write_bytes(content)
     taken = add_and_check(pool, folder / "a")
-    assert not taken or kind in ("pickle", "directory")
+    assert not taken or kind not in ("length", "cut", "append")
     with contextlib.suppress(*CLEAR):
         peek(folder / "a", LAYERS, LINEARS)
 
