@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from checks import largest_allocation
-from folder_cases import change_json, change_quantization, change_tensors, refused
+from folder_cases import (
+    INDEX,
+    change_json,
+    change_quantization,
+    change_tensors,
+    refused,
+    split,
+)
+from folder_cases import TENSORS as SINGLE
 from hf_models import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +28,6 @@ from moelora.integrations.transformers.folder import Folder
 from moelora.integrations.transformers.folder_experts import LayerOfFolder
 from moelora.integrations.transformers.names import expert_linears
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 LAYER = "model.layers.0.mlp.experts"
 SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
@@ -46,17 +53,6 @@ def originals(tmp_path_factory):
 def folder(originals, tmp_path):
     """A copy of the FP8 one, to be damaged."""
     return Path(shutil.copytree(originals("fp8"), tmp_path / "folder"))
-
-
-def split(folder, names=("a.safetensors", "b.safetensors")):
-    """The folder's tensors in two files with an index."""
-    state = load_file(folder / SINGLE)
-    (folder / SINGLE).unlink()
-    weight_map = {name: names[number % 2] for number, name in enumerate(sorted(state))}
-    for file in names:
-        save_file({n: state[n] for n in state if weight_map[n] == file}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return weight_map
 
 
 def zeros(path):
@@ -353,17 +349,17 @@ def test_blocks_that_are_none(folder, sides):
     refused(folder, "weight_block_size is .*, wanted two sizes: rows and col")
 
 
-def read_all(folder, dtype=torch.bfloat16):
+def read_all(folder):
     """All that `load_quantized` reads, without a model."""
     opened = Folder(folder)
     opened.check()
-    opened.plain(dtype)
+    opened.plain(torch.bfloat16)
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder)
         del config.quantization_config
         model = transformers.AutoModelForCausalLM.from_config(config)
     linears = expert_linears(model, moelora_hf.moe_layers(model), opened.linears)[LAYER]
-    return LayerOfFolder(opened, LAYER, model.get_submodule(LAYER), linears).read(dtype)
+    return LayerOfFolder(opened, LAYER, model.get_submodule(LAYER), linears).read(torch.bfloat16)
 
 
 def test_what_is_damaged_below_is_right(originals):

@@ -17,6 +17,7 @@ from folder_cases import (
     quantized,
     quantized_folders,
     refused,
+    split,
 )
 from hf_models import transformers
 from quantized_folders import make_folder, nibbles_to_words
@@ -109,22 +110,14 @@ def test_a_model_made_by_other_means(made):
 def test_folders_of_several_files_and_an_index(made, tmp_path):
     folder, _ = made
     wanted = moelora_hf.load_quantized(folder)
-    state = load_file(folder / TENSORS)
-    names = sorted(state)
-    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
-    for file, some in parts.items():
-        save_file({name: state[name] for name in some}, tmp_path / file)
-    weight_map = {name: file for file, some in parts.items() for name in some}
-    (tmp_path / f"{TENSORS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    save_file({"of.another": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    transformers.GenerationConfig(max_new_tokens=3).save_pretrained(tmp_path)
-    got = moelora_hf.load_quantized(tmp_path)
+    folder = shutil.copytree(folder, tmp_path / "split")
+    split(folder)
+    save_file({"of.another": torch.zeros(1)}, folder / "consolidated.safetensors")
+    transformers.GenerationConfig(max_new_tokens=3).save_pretrained(folder)
+    got = moelora_hf.load_quantized(folder)
     with torch.no_grad():
         assert torch.equal(got(IDS).logits, wanted(IDS).logits)
         assert got.generate(IDS, do_sample=False).shape[1] == IDS.shape[1] + 3
-    (tmp_path / "two.safetensors").unlink()
-    refused(tmp_path, r"has no file two.safetensors, which its model.*names")
 
 
 def test_adapters_in_a_mixed_batch(made, tmp_path):

@@ -106,7 +106,8 @@ def test_without_rich_commands_without_tables_work_and_others_say_so(without_pac
     """Whatever they are asked."""
     found = [tuple(each) for each in without_packages[0]]
     assert [(status, err) for status, _, err in found[: len(FINE)]] == [(0, "")] * len(FINE)
-    assert ["moelora " + _C.version() in out for _, out, _ in found[: len(FINE)]] == [1, 0, 0, 0]
+    version = f"moelora {_C.version()}\n"
+    assert [out == version for _, out, _ in found[: len(FINE)]] == [1, 0, 0, 0]
     for (status, out, err), words in zip(found[len(FINE) :], REFUSED, strict=True):
         needs = f"moelora {words[0]} needs rich: pip install rich\n"
         assert (status, out, err) == (2, "", needs)
@@ -241,13 +242,6 @@ def test_a_reader_that_ends_early_sees_no_traceback():
     command = f"{shlex.join(program)} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
     assert done.stdout.count("\n") == 1 and done.stderr == ""
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"moelora {_C.version()}\n"
 
 
 def test_info_ends_with_a_block_for_a_bug_report(capsys):

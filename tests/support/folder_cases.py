@@ -44,7 +44,7 @@ from torch import Tensor
 
 import moelora.integrations.transformers as moelora_hf
 
-TENSORS = "model.safetensors"
+TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Quantize = Callable[[Tensor], Made]
 
 
@@ -406,6 +406,18 @@ def change_tensors(folder: Path, change: Callable[[dict], dict | None], to: Path
     state = load_file(folder / TENSORS)
     state = change(state) or state
     save_file({name: t.contiguous() for name, t in state.items()}, (to or folder) / TENSORS)
+
+
+def split(folder: Path) -> dict[str, str]:
+    """Puts a folder's tensors into two files with an index, whose weight_map it returns."""
+    state = load_file(folder / TENSORS)
+    (folder / TENSORS).unlink()
+    names = ("a.safetensors", "b.safetensors")
+    weight_map = {name: names[number % 2] for number, name in enumerate(sorted(state))}
+    for file in names:
+        save_file({n: state[n] for n in state if weight_map[n] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
 
 
 def refused(folder: Path, message: str, error: type[Exception] = ValueError, **options) -> str:
