@@ -1,137 +1,296 @@
 """Steps of an adapter's training on several GPUs, for each way that processes share a model.
 
-    python -m benchmarks.training_parallel --world 8 --model Qwen/Qwen3-30B-A3B --out steps.json
-    python -m benchmarks.training_parallel --world 2 --batch 2 --length 16 --steps 3    # on CPUs
+    python -m benchmarks.training_parallel --world 2 --model Qwen3-30B-A3B --layers 12 \
+        --engines moelora,peft --out benchmarks/results/h200-training-parallel.json
+    python -m benchmarks.training_parallel --world 2 --length 16 --steps 2    # on CPUs
 
-PEFT's adapter of rank 16 on experts and q_proj, attached, AdamW; `--batch` rows of random tokens a
-step, of all processes together. Modes: `tp`, `tp+ep` (both: one batch for all), `ep` (each process
-has its part of the batch). seconds: median of the steps after the first, of the slowest process;
-forward_seconds: of a forward without gradients, and base_forward_seconds: of the model before it
-has adapters (at a few tokens, their difference is host time); factor_bytes: factors that a process
-computes with; peak_bytes: of torch's allocator, on GPUs.
+PEFT's adapter of rank 16 on experts and q_proj, AdamW, activation checkpointing; `--batch` rows of
+random tokens for each GPU. Engines: `moelora`, attached, or `peft` as it is. Modes: `alone` (one
+process), `ddp`, `fsdp2` (`fully_shard` on each decoder layer), and transformers' DistributedConfig:
+`ep` (whole experts, FSDP2 for the rest), `tp` and `tp+ep` (one batch for all). `--formats mxfp4`
+rounds experts, which each process then has all of. A name that is no folder, or `--layers`, stands
+for random weights.
+
+seconds: median of the steps after two, of the slowest process; of_alone: tokens/s of a GPU over
+that of one process; peak_mib: of torch's allocator in these steps. From a trace of one more step,
+for each process, milliseconds in which kernels compute, NCCL's run, NCCL's alone, and none. A mode
+that fails has the `error` of the first process that does; `--seconds` ends one that hangs.
 
 More processes than GPUs share one, over gloo: a check that a mode works, not a measurement of it.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
+import socket
 import statistics
-import subprocess
-import sys
 import time
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import training_memory
 from moelora.bench import results
 
 DEMO = Path(__file__).resolve().parents[1] / "examples/demo_model"
-MODES = ("tp", "tp+ep", "ep")
+MODES = ("alone", "ddp", "fsdp2", "ep", "tp", "tp+ep")
+ONE_BATCH = ("tp", "tp+ep")
+QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+WARM_UP = 2
+PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe", "moelora.integrations.peft"]
+TRACED = ("computing_ms", "communicating_ms", "uncovered_ms", "idle_ms")
 
 
-def work(args: argparse.Namespace) -> None:
-    """One process of one mode; the first prints a row."""
-    from peft import LoraConfig, get_peft_model
+def config_of(args: argparse.Namespace):
+    """Of a folder, or of a model whose sizes `training_memory` has."""
+    from transformers import AutoConfig, Qwen3MoeConfig
+
+    sizes = {s.name: s for s in training_memory.MODELS if s.name.startswith("Qwen3")}
+    if args.model in sizes:
+        s = sizes[args.model]
+        names = {"hidden_size": s.hidden, "num_hidden_layers": s.layers, "vocab_size": s.vocab}
+        names |= {"num_experts": s.experts, "moe_intermediate_size": s.inter}
+        names |= {"num_experts_per_tok": s.top_k, "norm_topk_prob": True, "head_dim": s.head_dim}
+        names |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
+        config = Qwen3MoeConfig(**names)
+    else:
+        config = AutoConfig.from_pretrained(args.model)
+    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    return config, args.model in sizes or bool(args.layers)
+
+
+def load(args: argparse.Namespace, case: dict, device: torch.device):
+    """The base model, as transformers shards it."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    import moelora.integrations.peft as moelora_peft
+    world, mode = case["world"], case["mode"]
+    quantized = case["format"] != "bf16"
+    options = {"attn_implementation": args.attention}
+    options["dtype"] = torch.bfloat16 if quantized or device.type == "cuda" else torch.float32
+    if mode in QUANTIZED:
+        options["device_map"] = {"": device}
+    else:
+        split = {"fsdp_size" if mode == "ep" else "tp_size": world}
+        split["ep_size"] = 1 if mode == "tp" else world
+        options["distributed_config"] = DistributedConfig(**split)
+    config, drawn = config_of(args)
+    torch.manual_seed(0)
+    if drawn:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model = model_class.from_pretrained(None, config=config, state_dict={}, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+    if quantized:
+        from moelora import QuantizedWeights
+        from moelora.integrations.transformers.layers import moe_layers
+        from moelora.integrations.transformers.projection import set_quantized
 
-    world, cuda = args.world, torch.cuda.is_available()
-    if cuda and torch.cuda.device_count() < world:
-        os.environ["LOCAL_RANK"] = "0"
-        dist.init_process_group("gloo")
-    split = {"fsdp_size": world} if args.mode == "ep" else {"tp_size": world}
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model,
-        dtype=torch.bfloat16 if cuda else torch.float32,
-        distributed_config=DistributedConfig(**split, ep_size=1 if args.mode == "tp" else world),
-    )
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (args.batch, args.length), generator=generator)
-    ids = (ids.chunk(world)[dist.get_rank()] if args.mode == "ep" else ids).to(model.device)
+        for experts, _ in moe_layers(model).values():
+            up, down = (w.detach() for w in (experts.gate_up_proj, experts.down_proj))
+            up = QuantizedWeights.from_dense(up, case["format"], gate_up="concatenated")
+            set_quantized(experts, (up, QuantizedWeights.from_dense(down, case["format"])))
+        model.set_experts_implementation("moelora")
+    return model
 
-    @torch.no_grad()
-    def forward():
-        model(ids, use_cache=False)
 
-    def step():
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
+    """What one process of a case takes."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
 
-    base_forward = median(args.steps, forward)
-    config = LoraConfig(r=16, target_modules=["q_proj"], target_parameters=TARGETS)
-    model = get_peft_model(model, config)
-    pool = moelora_peft.attach(model.train())
+    transformers.utils.logging.set_verbosity_error()
+    world, mode, cuda = case["world"], case["mode"], torch.cuda.is_available()
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    nccl = cuda and torch.cuda.device_count() >= world
+    dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
+    model = load(args, case, device)
+    base, vocab = model, model.config.vocab_size
+    config = LoraConfig(r=args.rank, target_modules=["q_proj"], target_parameters=TARGETS)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    model = get_peft_model(model, config).train()
+    if case["engine"] == "moelora":
+        import moelora.integrations.peft as moelora_peft
+
+        moelora_peft.attach(model)
+    if mode == "fsdp2":
+        for layer in base.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     factors = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(factors, lr=1e-4, foreach=False)
-    row = {
-        "mode": args.mode,
-        "world": world,
-        "tokens": args.batch * args.length,
-        "seconds": median(args.steps, step),
-        "forward_seconds": median(args.steps, forward),
-        "base_forward_seconds": base_forward,
-        "factor_bytes": pool.memory_bytes(),
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-    }
-    if dist.get_rank() == 0:
-        print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    if mode == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model, [device] if cuda else None)
+    generator = torch.Generator().manual_seed(0 if mode in ONE_BATCH else rank)
+    rows = args.batch * (world if mode in ONE_BATCH else 1)
+    ids = torch.randint(vocab, (rows, args.length), generator=generator).to(device)
 
-
-def median(calls: int, call) -> float:
-    """Seconds of a call, of the slowest process; the first warms up."""
-    seconds, cuda = [], torch.cuda.is_available()
-    for _ in range(calls):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         if cuda:
             torch.cuda.synchronize()
+
+    seconds = []
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP + args.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds, device="cuda" if cuda else "cpu")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest[1:].tolist())
+    row = {"seconds": seconds[WARM_UP:]}
+    if cuda:
+        row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        row |= trace(step, args.traces and args.traces / f"{'-'.join(map(str, case.values()))}")
+    dist.barrier()
+    return row
+
+
+def trace(step, path: Path | None) -> dict[str, float]:
+    """Milliseconds of a step's kernels; the trace goes to a file of that name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        step()
+    if path and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(f"{path}.json.gz")
+    on_gpu = [
+        (e.name, e.time_range.start / 1e3, e.time_range.end / 1e3)
+        for e in traced.events()
+        if e.device_type.name == "CUDA" and not e.is_user_annotation
+    ]
+    return {name: round(ms, 3) for name, ms in shares(on_gpu).items()}
+
+
+def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
+    """From names, begins and ends: how long any kernel but NCCL's runs, NCCL's, NCCL's alone, none,
+    between the first begin and the last end."""
+
+    def length(spans: list[tuple[float, float]]) -> float:
+        total, until = 0.0, float("-inf")
+        for begin, end in sorted(spans):
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
+
+    spans = {True: [], False: []}
+    for name, begin, end in kernels:
+        spans[name.startswith("nccl") and "Kernel" in name].append((begin, end))
+    every = spans[True] + spans[False]
+    computing, busy = length(spans[False]), length(every)
+    whole = max(end for _, end in every) - min(begin for begin, _ in every)
+    values = computing, length(spans[True]), busy - computing, whole - busy
+    return dict(zip(TRACED, values, strict=True))
+
+
+def work(rank: int, case: dict, port: int, args: argparse.Namespace, answer) -> None:
+    """One process of a case."""
+    gpus = torch.cuda.device_count()
+    names = {"RANK": rank, "LOCAL_RANK": rank % gpus if gpus else rank, "MASTER_PORT": port}
+    names |= {"WORLD_SIZE": case["world"], "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    try:
+        row = measure(rank, case, args)
+    except Exception as error:
+        row = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+        if args.verbose:
+            import traceback
+
+            traceback.print_exc()
+    answer.send(row)
+
+
+def run(case: dict, args: argparse.Namespace) -> dict:
+    """A row, by processes of its own."""
+    context = multiprocessing.get_context(args.start)
+    context.set_forkserver_preload(PRELOAD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, waiting, found = [], [], []
+    for rank in range(case["world"]):
+        end, answer = context.Pipe(duplex=False)
+        processes.append(context.Process(target=work, args=(rank, case, port, args, answer)))
+        processes[-1].start()
+        answer.close()
+        waiting.append(end)
+    until = time.monotonic() + args.seconds
+    while waiting and not any("error" in row for row in found):
+        ready = connection.wait(waiting, max(0.0, until - time.monotonic()))
+        if not ready:
+            found.append({"error": f"stopped after {args.seconds:.0f} s"})
+        for end in ready:
+            waiting.remove(end)
+            try:
+                found.append(end.recv())
+            except EOFError:
+                found.append({"error": "a process died"})
+    failed = [row for row in found if "error" in row]
+    for process in processes:
+        process.join(0 if failed else 10)
+        process.kill()
+        process.join()
+    if failed:
+        return failed[0]
+    seconds = statistics.median(map(max, zip(*(row["seconds"] for row in found), strict=True)))
+    row = {"seconds": seconds, "tokens_per_s": round(args.batch * args.length / seconds)}
+    if "peak_mib" in found[0]:
+        row["peak_mib"] = max(each["peak_mib"] for each in found)
+        row |= {name: [each[name] for each in found] for name in TRACED}
+    return row
 
 
 def main(argv=None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--world", type=int, required=True, help="processes, one for each GPU")
-    parser.add_argument("--model", default=str(DEMO), help="folder or id of a model in 16 bits")
-    parser.add_argument(
-        "--batch", type=int, default=8, help="rows of a step, a multiple of --world"
-    )
+    parser.add_argument("--model", default=str(DEMO), help="folder or id, or Qwen3-30B-A3B")
+    parser.add_argument("--layers", type=int, help="that many, with random weights")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step for each GPU")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--engines", default="moelora", help="moelora, peft, or both")
+    parser.add_argument("--formats", default="bf16,mxfp4", help="of experts")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--attention", help="as transformers' attn_implementation")
+    parser.add_argument("--seconds", type=float, default=120, help="for a mode")
+    parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"))
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
+    parser.add_argument("--verbose", action="store_true", help="whole errors")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args(argv)
-    if args.batch % args.world:
-        parser.error(f"--batch {args.batch} is no multiple of --world {args.world}")
-    if args.mode:
-        return work(args)
-    rows = []
-    for mode in args.modes.split(","):
-        launch = ["-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc-per-node", str(args.world)]
-        program = ["-m", "benchmarks.training_parallel", *argv, "--mode", mode]
-        done = subprocess.run(
-            [sys.executable, *launch, *program], stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            raise SystemExit(f"{mode} failed with {done.returncode}")
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(rows[-1], flush=True)
-    if args.out:
-        results.write(args.out, rows)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
+    rows, alone = [], {}
+    sizes = {"rank": args.rank, "tokens": args.batch * args.length}
+    lists = [words.split(",") for words in (args.engines, args.formats, args.modes)]
+    for engine, format, mode in itertools.product(*lists):
+        if format != "bf16" and (engine != "moelora" or mode not in QUANTIZED):
+            continue
+        case = {"engine": engine, "format": format, "mode": mode}
+        case["world"] = 1 if mode == "alone" else args.world
+        begin = time.monotonic()
+        row = case | sizes | run(case, args)
+        alone.setdefault((engine, format), row.get("tokens_per_s") if mode == "alone" else None)
+        if "error" not in row and alone[engine, format]:
+            row["of_alone"] = round(row["tokens_per_s"] / alone[engine, format], 3)
+        rows.append(row)
+        print(json.dumps(row), f"({time.monotonic() - begin:.0f} s)", flush=True)
+        if args.out:
+            results.write(args.out, rows)
 
 
 if __name__ == "__main__":
