@@ -106,6 +106,7 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     from torch.distributed.fsdp import fully_shard
 
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     world, mode, cuda = case["world"], case["mode"], torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
@@ -116,7 +117,7 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     model = load(args, case, device)
     base, vocab = model, model.config.vocab_size
     config = LoraConfig(r=args.rank, target_modules=["q_proj"], target_parameters=TARGETS)
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.activation_checkpointing_enable()
     model = get_peft_model(model, config).train()
     if case["engine"] == "moelora":
         import moelora.integrations.peft as moelora_peft
@@ -206,7 +207,7 @@ def work(rank: int, case: dict, port: int, args: argparse.Namespace, answer) -> 
     try:
         row = measure(rank, case, args)
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         if args.verbose:
             import traceback
 

@@ -6,11 +6,13 @@
 
 transformers shards the demo model: `--mode tp` splits every weight, `tp+ep` every weight but whole
 experts, `ep` whole experts, each process with its own part of the batch. Attached, PEFT's factors
-train in all processes together, and every process calls `save_pretrained`. On GPUs with NCCL, else
-on CPUs with gloo; one process needs no mode.
+train in all processes together, and every process calls `save_pretrained`. Each prints a digest of
+the factors that it has: all have the same ones, and so has what resumes. On GPUs with NCCL, else on
+CPUs with gloo; one process needs no mode.
 """
 
 import argparse
+import hashlib
 import os
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def load(mode: str | None, world: int) -> transformers.PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, **options)
 
 
+def digest(model: torch.nn.Module) -> str:
+    """Of all factors that train, whole."""
+    total = hashlib.sha256()
+    for name, factor in sorted(model.named_parameters()):
+        if factor.requires_grad:
+            factor = factor.detach()
+            whole = factor.full_tensor() if hasattr(factor, "full_tensor") else factor
+            total.update(name.encode() + whole.float().cpu().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
 def train(args: argparse.Namespace, rank: int, world: int) -> None:
     base = load(args.mode, world)
     if args.resume:
@@ -57,6 +70,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
         )
         model = get_peft_model(base, config)
     moelora_peft.attach(model.train())
+    print(f"rank {rank} begins with {digest(model)}\n", end="", flush=True)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, foreach=False
     )
@@ -76,6 +90,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    print(f"rank {rank} ends with {digest(model)}\n", end="", flush=True)
     model.save_pretrained(args.out, is_main_process=rank == 0)  # all processes call it
     if rank == 0:
         print(f"saved {args.out}", flush=True)
@@ -85,14 +100,19 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
 def serve(args: argparse.Namespace, rank: int, world: int) -> None:
     model = load(args.mode, world).eval()
     pool = moelora_hf.load_adapters(model, {"trained": args.adapter})
-    rows = torch.tensor([list(b"# charmap: ")] * 2, device=model.device)
+    text = training_tokens("charmap")[-512:].view(8, 64).to(model.device)
+    rows = text[:1, :32].repeat(2, 1)
     names = ["trained", None]
     if world > 1 and (args.mode or "ep") == "ep":
         out = model(rows, adapter_names=names).logits.argmax(-1)[:, -1:]
     else:
         out = model.generate(rows, adapter_names=names, max_new_tokens=24, do_sample=False)
-    for layer, text in list(pool.describe().items())[:2]:
-        print(f"rank {rank} holds of {layer} {text}\n", end="", flush=True)
+    for name in names:
+        loss = model(text, labels=text, adapter_names=[name] * len(text)).loss.item()
+        if rank == 0:
+            print(f"{name}: loss {loss:.4f}", flush=True)
+    for layer, part in list(pool.describe().items())[:2]:
+        print(f"rank {rank} holds of {layer} {part}\n", end="", flush=True)
     if rank == 0:
         for name, row in zip(names, out.tolist(), strict=True):
             print(f"{name}: {bytes(row)!r}", flush=True)

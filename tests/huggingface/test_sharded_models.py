@@ -1,5 +1,7 @@
 """Models that processes share, by tensors and by experts, compute what one process does."""
 
+from pathlib import Path
+
 import hf_models
 import pytest
 import small_models
@@ -7,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import whole_models
 from hf_models import tokens, transformers
-from ranks import ON_CPUS, run_cases
+from ranks import ON_CPUS, run_cases, run_ranks
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 peft = pytest.importorskip("peft")
@@ -18,6 +20,11 @@ import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
 MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
+ROOT = Path(__file__).resolve().parents[2]
+ON_TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 PAIRS = {"a": {"seed": 1}, "b": {"seed": 2, "r": 8}, "c": {"seed": 3, "r": 8}}
 
 
@@ -135,3 +142,37 @@ def run(folder, processes, config, cases):
 def test_processes_serve_as_one(tmp_path, processes, config, cases):
     write(config, tmp_path)
     run(tmp_path, processes, config, cases)
+
+
+@pytest.mark.timeout(900)  # starts processes four times
+@pytest.mark.parametrize(
+    ("mode", "environment", "most"),
+    [
+        pytest.param("ep", ON_CPUS, 1e-4, marks=pytest.mark.slow, id="cpu"),
+        *(pytest.param(m, {}, 1e-2, marks=ON_TWO_GPUS, id=m) for m in ("ep", "tp", "tp+ep")),
+    ],
+)
+def test_two_train_one_resumes_two_serve(tmp_path, mode, environment, most):
+    """By the example, which prints digests of the factors and what a text loses with them."""
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"} | environment
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+
+    def said(processes, *words):
+        modules = MODULES.format("qwen3_moe")
+        program = str(ROOT / "examples/parallel.py")
+        return run_ranks(program, *words, modules=modules, processes=processes, **environment)
+
+    def digests(lines, verb):
+        return [line.split()[-1] for line in lines if f" {verb} with " in line]
+
+    def losses(lines):
+        rows = (line.partition(": loss ") for line in lines if ": loss " in line)
+        return {name: float(loss) for name, _, loss in rows}
+
+    first = said(2, "train", "--mode", mode, "--out", two)
+    again = said(1, "train", "--resume", two, "--out", one)
+    (begun,), (ended,) = digests(again, "begins"), digests(again, "ends")
+    assert digests(first, "ends") == [begun, begun] and ended != begun
+    served = losses(said(2, "serve", one, "--mode", mode))
+    assert served == pytest.approx(losses(said(1, "serve", one)), rel=most)
+    assert served["trained"] < served["None"]
