@@ -24,10 +24,11 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import statistics
 import time
-from multiprocessing import connection
+import traceback
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples/demo_model"
 MODES = ("alone", "ddp", "fsdp2", "ep", "tp", "tp+ep")
 ONE_BATCH = ("tp", "tp+ep")
 QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
+(SIZES,) = (model for model in training_memory.MODELS if model.name == "Qwen3-30B-A3B")
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WARM_UP = 2
 PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe", "moelora.integrations.peft"]
@@ -47,21 +49,19 @@ TRACED = ("computing_ms", "communicating_ms", "uncovered_ms", "idle_ms")
 
 
 def config_of(args: argparse.Namespace):
-    """Of a folder, or of a model whose sizes `training_memory` has."""
+    """Of a folder, or of sizes in `training_memory`; and whether weights are random."""
     from transformers import AutoConfig, Qwen3MoeConfig
 
-    sizes = {s.name: s for s in training_memory.MODELS if s.name.startswith("Qwen3")}
-    if args.model in sizes:
-        s = sizes[args.model]
-        names = {"hidden_size": s.hidden, "num_hidden_layers": s.layers, "vocab_size": s.vocab}
-        names |= {"num_experts": s.experts, "moe_intermediate_size": s.inter}
-        names |= {"num_experts_per_tok": s.top_k, "norm_topk_prob": True, "head_dim": s.head_dim}
+    if sized := args.model == SIZES.name:
+        s = SIZES
+        names = {"vocab_size": s.vocab, "hidden_size": s.hidden, "moe_intermediate_size": s.inter}
+        names |= {"num_experts": s.experts, "num_experts_per_tok": s.top_k, "head_dim": s.head_dim}
         names |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
-        config = Qwen3MoeConfig(**names)
+        config = Qwen3MoeConfig(**names, num_hidden_layers=s.layers, norm_topk_prob=True)
     else:
         config = AutoConfig.from_pretrained(args.model)
     config.num_hidden_layers = args.layers or config.num_hidden_layers
-    return config, args.model in sizes or bool(args.layers)
+    return config, sized or args.layers is not None
 
 
 def load(args: argparse.Namespace, case: dict, device: torch.device):
@@ -100,7 +100,7 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
 
 
 def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
-    """What one process of a case takes."""
+    """Seconds of each step of one process, and what its GPU does."""
     import transformers
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import fully_shard
@@ -160,26 +160,24 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
 
 
 def trace(step, path: Path | None) -> dict[str, float]:
-    """Milliseconds of a step's kernels; the trace goes to a file of that name."""
+    """Milliseconds of a step's kernels; the first process writes the trace to that path."""
     from torch.profiler import ProfilerActivity, profile
 
-    dist.barrier()
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         step()
     if path and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(f"{path}.json.gz")
-    on_gpu = [
-        (e.name, e.time_range.start / 1e3, e.time_range.end / 1e3)
-        for e in traced.events()
-        if e.device_type.name == "CUDA" and not e.is_user_annotation
+    on_gpu = [e for e in traced.events() if e.device_type.name == "CUDA"]
+    spans = [
+        (e.name, e.time_range.start, e.time_range.end) for e in on_gpu if not e.is_user_annotation
     ]
-    return {name: round(ms, 3) for name, ms in shares(on_gpu).items()}
+    return {name: round(us / 1e3, 3) for name, us in shares(spans).items()}
 
 
 def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """From names, begins and ends: how long any kernel but NCCL's runs, NCCL's, NCCL's alone, none,
-    between the first begin and the last end."""
+    """Of names, begins and ends of kernels: how long others than NCCL's run, NCCL's, NCCL's alone,
+    and none from the first begin to the last end."""
 
     def length(spans: list[tuple[float, float]]) -> float:
         total, until = 0.0, float("-inf")
@@ -188,17 +186,17 @@ def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
             until = max(until, end)
         return total
 
-    spans = {True: [], False: []}
-    for name, begin, end in kernels:
-        spans[name.startswith("nccl") and "Kernel" in name].append((begin, end))
-    every = spans[True] + spans[False]
-    computing, busy = length(spans[False]), length(every)
+    every = [(begin, end) for _, begin, end in kernels]
+    nccl = [name.startswith("nccl") and "Kernel" in name for name, *_ in kernels]
+    computing = length([span for span, is_nccl in zip(every, nccl, strict=True) if not is_nccl])
+    communicating, busy = length(list(itertools.compress(every, nccl))), length(every)
     whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    values = computing, length(spans[True]), busy - computing, whole - busy
-    return dict(zip(TRACED, values, strict=True))
+    return dict(
+        zip(TRACED, (computing, communicating, busy - computing, whole - busy), strict=True)
+    )
 
 
-def work(rank: int, case: dict, port: int, args: argparse.Namespace, answer) -> None:
+def work(rank: int, case: dict, port: int, args: argparse.Namespace, answers) -> None:
     """One process of a case."""
     gpus = torch.cuda.device_count()
     names = {"RANK": rank, "LOCAL_RANK": rank % gpus if gpus else rank, "MASTER_PORT": port}
@@ -208,45 +206,33 @@ def work(rank: int, case: dict, port: int, args: argparse.Namespace, answer) -> 
         row = measure(rank, case, args)
     except Exception as error:
         row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        if args.verbose:
-            import traceback
-
-            traceback.print_exc()
-    answer.send(row)
+        traceback.print_exc()
+    answers.put(row)
 
 
 def run(case: dict, args: argparse.Namespace) -> dict:
     """A row, by processes of its own."""
     context = multiprocessing.get_context(args.start)
     context.set_forkserver_preload(PRELOAD)
+    answers = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes, waiting, found = [], [], []
-    for rank in range(case["world"]):
-        end, answer = context.Pipe(duplex=False)
-        processes.append(context.Process(target=work, args=(rank, case, port, args, answer)))
-        processes[-1].start()
-        answer.close()
-        waiting.append(end)
-    until = time.monotonic() + args.seconds
-    while waiting and not any("error" in row for row in found):
-        ready = connection.wait(waiting, max(0.0, until - time.monotonic()))
-        if not ready:
-            found.append({"error": f"stopped after {args.seconds:.0f} s"})
-        for end in ready:
-            waiting.remove(end)
-            try:
-                found.append(end.recv())
-            except EOFError:
-                found.append({"error": "a process died"})
-    failed = [row for row in found if "error" in row]
+        words = case, free.getsockname()[1], args, answers
+    processes = [context.Process(target=work, args=(n, *words)) for n in range(case["world"])]
     for process in processes:
-        process.join(0 if failed else 10)
+        process.start()
+    found, until = [], time.monotonic() + args.seconds
+    while len(found) < len(processes) and not (found and "error" in found[-1]):
+        try:
+            found.append(answers.get(timeout=max(0.0, until - time.monotonic())))
+        except queue.Empty:
+            found.append({"error": f"stopped after {args.seconds:.0f} s"})
+    for process in processes:
+        process.join(0 if "error" in found[-1] else 10)
         process.kill()
         process.join()
-    if failed:
-        return failed[0]
+    if "error" in found[-1]:
+        return found[-1]
     seconds = statistics.median(map(max, zip(*(row["seconds"] for row in found), strict=True)))
     row = {"seconds": seconds, "tokens_per_s": round(args.batch * args.length / seconds)}
     if "peak_mib" in found[0]:
@@ -271,18 +257,19 @@ def main(argv=None) -> None:
     parser.add_argument("--seconds", type=float, default=120, help="for a mode")
     parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"))
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
-    parser.add_argument("--verbose", action="store_true", help="whole errors")
     parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--verbose", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
     rows, alone = [], {}
-    sizes = {"rank": args.rank, "tokens": args.batch * args.length}
+    sizes = {"model": Path(args.model).name, "layers": args.layers}
+    sizes |= {"rank": args.rank, "tokens": args.batch * args.length}
     lists = [words.split(",") for words in (args.engines, args.formats, args.modes)]
     for engine, format, mode in itertools.product(*lists):
         if format != "bf16" and (engine != "moelora" or mode not in QUANTIZED):
             continue
-        case = {"engine": engine, "format": format, "mode": mode}
-        case["world"] = 1 if mode == "alone" else args.world
+        world = 1 if mode == "alone" else args.world
+        case = {"engine": engine, "format": format, "mode": mode, "world": world}
         begin = time.monotonic()
         row = case | sizes | run(case, args)
         alone.setdefault((engine, format), row.get("tokens_per_s") if mode == "alone" else None)

@@ -61,6 +61,8 @@ MADE = {
     "training_quantized_nf4": ("training-nf4", lambda: training.training_quantized("training-nf4")),
     "training_on_others": ("training", training.on_other_cards),
     "training_memory_measured": ("training-memory", training.training_memory_measured),
+    "parallel_steps": ("training-parallel", training.parallel_steps),
+    "parallel_memory": ("training-parallel", lambda: wrapped(training.parallel_memory())),
     "sampler_bits": ("e2e-sampler", lambda: wrapped(training.sampler_bits())),
     "sampler_bits_fp8": (
         "e2e-sampler-fp8",

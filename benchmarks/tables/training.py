@@ -1,5 +1,7 @@
 """Tables and sentences of training steps, and of trainers beside engines."""
 
+from dataclasses import replace
+
 from benchmarks import training_memory
 from benchmarks.tables.files import AWAITED, card, other_devices, rows_of, source
 from benchmarks.tables.text import markdown, span, thousands
@@ -117,6 +119,53 @@ def training_memory_measured():
         said.append([str(tokens), f"{computed:.1f}", f"{row['peak_gb']:.1f}"])
     titles = ["tokens", "computed (GB)", "measured (GB)"]
     return f"{card('training-memory')}:\n\n{markdown(titles, said)}"
+
+
+WAYS = {
+    "alone": "one GPU",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "ep": "`fsdp_size`, `ep_size`",
+    "tp": "`tp_size`",
+    "tp+ep": "`tp_size`, `ep_size`",
+}
+
+
+def parallel_steps():
+    """Steps in each way that processes share a model, beside PEFT alone in the same way."""
+    rows = rows_of("training-parallel")
+    if not rows:
+        return AWAITED
+    peft = {row["mode"]: row for row in rows if row["engine"] == "peft"}
+    said = []
+    for row in (row for row in rows if row["engine"] == "moelora"):
+        other = peft.get(row["mode"], {}) if row["format"] == "bf16" else {}
+        cells = ["fails" if "error" in row else "", *[""] * 4]
+        if "error" not in row:
+            times = [f"{max(row[name]):.0f}" for name in ("uncovered_ms", "idle_ms")]
+            cells = [f"{row['tokens_per_s']:,}", f"{row.get('of_alone', 0):.2f}"]
+            cells += [f"{row['peak_mib']:,}", *times]
+        beside = ["fails" if "error" in other else "", ""]
+        if "tokens_per_s" in other:
+            beside = [f"{other['tokens_per_s']:,}", f"{other['peak_mib']:,}"]
+        said.append([WAYS[row["mode"]], QUANTIZED.get(row["format"], "bf16"), *cells, *beside])
+    titles = ["way", "experts", "tokens/s of a GPU", "over one GPU's", "MiB of a GPU"]
+    titles += ["communication alone (ms)", "idle (ms)", "PEFT, tokens/s", "PEFT, MiB"]
+    return f"Two of {card('training-parallel')}:\n\n{markdown(titles, said)}"
+
+
+def parallel_memory():
+    """The peak of a step beside what training_memory computes for it."""
+    rows = [r for r in rows_of("training-parallel") if r["mode"] == "ep" and "peak_mib" in r]
+    if not rows:
+        return AWAITED
+    row = rows[0]
+    (model,) = (m for m in training_memory.MODELS if m.name == row["model"])
+    model = replace(model, layers=row["layers"], blocks=row["layers"])
+    computed = model.on_each(row["world"], row["rank"], row["tokens"]) / training_memory.GB
+    return f"""{row["layers"]} layers of {model.name} with rank {row["rank"]} and {row["tokens"]}
+        tokens on each of {row["world"]} {card("training-parallel")}: {computed:.1f} GB computed,
+        torch's allocator has {row["peak_mib"] * 2**20 / training_memory.GB:.1f} GB at its peak."""
 
 
 def with_titles(topic, titles, rows, device=None):

@@ -11,6 +11,7 @@ from conftest import needs_gpu
 
 import moelora
 from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, training
+from benchmarks import training_parallel as parallel
 from benchmarks.compare import bits, machine_code
 from benchmarks.compare.__main__ import COMMANDS
 from moelora import _C
@@ -20,7 +21,7 @@ from moelora.bench import baselines, machine, results
 RL = "--preset micro --layers 1 --sampler transformers --formats bf16 --group 4 --new 3 --steps 2"
 TIMED = "--adapters 3 --budget-ms 0 --device cpu"
 BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"
-PARALLEL = "--world 2 --batch 2 --length 16 --steps 2 --modes tp"
+PARALLEL = "--world 2 --batch 1 --length 16 --steps 1 --layers 1 --modes alone,fsdp2,ep,tp"
 CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 --prompt 6 --new 3"
 CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
 WHOLE = "base loaded mixed attention experts peft base"
@@ -83,8 +84,12 @@ SCRIPTS = [  # module, words, fields of its cases, their values
     pytest.param(
         "benchmarks.training_parallel",
         PARALLEL,
-        "mode world tokens",
-        [("tp", 2, 32)],
+        "mode world format layers tokens error",
+        [
+            (mode, 1 if mode == "alone" else 2, format, 1, 16, None)
+            for format, modes in {"bf16": "alone fsdp2 ep tp", "mxfp4": "alone fsdp2"}.items()
+            for mode in modes.split()
+        ],
         marks=pytest.mark.slow,
     ),
     (
@@ -171,6 +176,22 @@ def test_a_larger_error_than_that_of_bf16_is_no_success():
     row = {"model": "qwen3", "format": "int4", "tokens": 1, "rank": 16}
     wanted = ["qwen3 int4 M=1 rank 16: moelora's error is 1.51 times that in bf16"]
     assert layer.errors([row | {"max_err_ratio": ratio} for ratio in (1.0, 1.51)]) == wanted
+
+
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ([("gemm", 0, 4), ("nccl:all_gather", 3, 6)], (6, 0, 0, 0)),  # a memory copy of that name
+        ([("gemm", 2, 5), (ALL_GATHER, 0, 3)], (3, 3, 2, 0)),
+        ([(ALL_GATHER, 0, 9), ("a", 1, 2), ("b", 1, 3), ("c", 8, 10)], (4, 9, 6, 0)),
+        ([("gemm", 0, 1), (ALL_GATHER, 3, 4), (ALL_GATHER, 3, 5), ("gemm", 9, 10)], (2, 2, 2, 6)),
+    ],
+)
+def test_communication_that_no_kernel_covers(kernels, expected):
+    assert parallel.shares(kernels) == dict(zip(parallel.TRACED, expected, strict=True))
 
 
 # ---- machine code ----
