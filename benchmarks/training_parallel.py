@@ -66,7 +66,7 @@ def config_of(args: argparse.Namespace):
 
 def load(args: argparse.Namespace, case: dict, device: torch.device):
     """The base model, as transformers shards it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.distributed import DistributedConfig
 
     world, mode = case["world"], case["mode"]
@@ -81,11 +81,9 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
         options["distributed_config"] = DistributedConfig(**split)
     config, drawn = config_of(args)
     torch.manual_seed(0)
-    if drawn:
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-        model = model_class.from_pretrained(None, config=config, state_dict={}, **options)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+    options |= {"config": config, "state_dict": {}} if drawn else {}
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = model_class.from_pretrained(None if drawn else args.model, **options)
     if quantized:
         from moelora import QuantizedWeights
         from moelora.integrations.transformers.layers import moe_layers
@@ -108,9 +106,8 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     world, mode, cuda = case["world"], case["mode"], torch.cuda.is_available()
-    device = torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     nccl = cuda and torch.cuda.device_count() >= world
     dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
