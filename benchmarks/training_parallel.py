@@ -7,25 +7,21 @@
 PEFT's adapter of rank 16 on experts and q_proj, AdamW, activation checkpointing; `--batch` rows of
 random tokens for each GPU. Engines: `moelora`, attached, or `peft` as it is. Modes: `alone` (one
 process), `ddp`, `fsdp2` (`fully_shard` on each decoder layer), and transformers' DistributedConfig:
-`ep` (whole experts, FSDP2 for the rest), `tp` and `tp+ep` (one batch for all). `--formats mxfp4`
-rounds experts, which each process then has all of. A name that is no folder, or `--layers`, stands
-for random weights.
+`ep` (whole experts, FSDP2 for the rest), `tp` and `tp+ep` (one batch for all). In MXFP4 each
+process has all experts. Qwen3-30B-A3B and `--layers` stand for random weights.
 
 seconds: median of the steps after two, of the slowest process; of_alone: tokens/s of a GPU over
-that of one process; peak_mib: of torch's allocator in these steps. From a trace of one more step,
-for each process, milliseconds in which kernels compute, NCCL's run, NCCL's alone, and none. A mode
-that fails has the `error` of the first process that does; `--seconds` ends one that hangs.
-
-More processes than GPUs share one, over gloo: a check that a mode works, not a measurement of it.
+that of one process. For each process: the peak of torch's allocator in these steps, and from a
+trace of one more, milliseconds in which kernels compute, NCCL's run, NCCL's alone, and none.
+error: of the first process that fails. More processes than GPUs share one, over gloo: a check that
+a mode works, not a measurement of it.
 """
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import queue
-import socket
 import statistics
 import time
 import traceback
@@ -33,40 +29,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.fsdp import fully_shard
 
-from benchmarks import training_memory
 from moelora.bench import results
 
 DEMO = Path(__file__).resolve().parents[1] / "examples/demo_model"
 MODES = ("alone", "ddp", "fsdp2", "ep", "tp", "tp+ep")
 ONE_BATCH = ("tp", "tp+ep")
 QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
-(SIZES,) = (model for model in training_memory.MODELS if model.name == "Qwen3-30B-A3B")
+SIZED = "Qwen3-30B-A3B"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WARM_UP = 2
-PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe", "moelora.integrations.peft"]
+PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
 TRACED = ("computing_ms", "communicating_ms", "uncovered_ms", "idle_ms")
-
-
-def config_of(args: argparse.Namespace):
-    """Of a folder, or of sizes in `training_memory`; and whether weights are random."""
-    from transformers import AutoConfig, Qwen3MoeConfig
-
-    if sized := args.model == SIZES.name:
-        s = SIZES
-        names = {"vocab_size": s.vocab, "hidden_size": s.hidden, "moe_intermediate_size": s.inter}
-        names |= {"num_experts": s.experts, "num_experts_per_tok": s.top_k, "head_dim": s.head_dim}
-        names |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
-        config = Qwen3MoeConfig(**names, num_hidden_layers=s.layers, norm_topk_prob=True)
-    else:
-        config = AutoConfig.from_pretrained(args.model)
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
-    return config, sized or args.layers is not None
 
 
 def load(args: argparse.Namespace, case: dict, device: torch.device):
     """The base model, as transformers shards it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Qwen3MoeConfig
     from transformers.distributed import DistributedConfig
 
     world, mode = case["world"], case["mode"]
@@ -79,11 +60,15 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
         split = {"fsdp_size" if mode == "ep" else "tp_size": world}
         split["ep_size"] = 1 if mode == "tp" else world
         options["distributed_config"] = DistributedConfig(**split)
-    config, drawn = config_of(args)
+    if args.model == SIZED:  # transformers' defaults, but for these
+        config = Qwen3MoeConfig(num_hidden_layers=48, head_dim=128, norm_topk_prob=True)
+    else:
+        config = AutoConfig.from_pretrained(args.model)
+    config.num_hidden_layers = args.layers or config.num_hidden_layers
     torch.manual_seed(0)
-    options |= {"config": config, "state_dict": {}} if drawn else {}
+    options |= {"config": config, "state_dict": {}} if args.layers or args.model == SIZED else {}
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = model_class.from_pretrained(None if drawn else args.model, **options)
+    model = model_class.from_pretrained(None if "config" in options else args.model, **options)
     if quantized:
         from moelora import QuantizedWeights
         from moelora.integrations.transformers.layers import moe_layers
@@ -101,7 +86,9 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     """Seconds of each step of one process, and what its GPU does."""
     import transformers
     from peft import LoraConfig, get_peft_model
-    from torch.distributed.fsdp import fully_shard
+
+    if ours := case["engine"] == "moelora":  # its import alone changes PEFT
+        import moelora.integrations.peft as moelora_peft
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -116,9 +103,7 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     config = LoraConfig(r=args.rank, target_modules=["q_proj"], target_parameters=TARGETS)
     base.activation_checkpointing_enable()
     model = get_peft_model(model, config).train()
-    if case["engine"] == "moelora":
-        import moelora.integrations.peft as moelora_peft
-
+    if ours:
         moelora_peft.attach(model)
     if mode == "fsdp2":
         for layer in base.model.layers:
@@ -151,8 +136,8 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     row = {"seconds": seconds[WARM_UP:]}
     if cuda:
         row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
-        row |= trace(step, args.traces and args.traces / f"{'-'.join(map(str, case.values()))}")
-    dist.barrier()
+        row |= trace(step, args.traces and args.traces / "-".join(map(str, case.values())))
+    dist.barrier()  # none ends before all have done
     return row
 
 
@@ -169,7 +154,7 @@ def trace(step, path: Path | None) -> dict[str, float]:
     spans = [
         (e.name, e.time_range.start, e.time_range.end) for e in on_gpu if not e.is_user_annotation
     ]
-    return {name: round(us / 1e3, 3) for name, us in shares(spans).items()}
+    return {name: round(us / 1e3, 3) for name, us in shares(spans).items()} if spans else {}
 
 
 def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
@@ -202,8 +187,8 @@ def work(rank: int, case: dict, port: int, args: argparse.Namespace, answers) ->
     try:
         row = measure(rank, case, args)
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         traceback.print_exc()
+        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     answers.put(row)
 
 
@@ -212,9 +197,7 @@ def run(case: dict, args: argparse.Namespace) -> dict:
     context = multiprocessing.get_context(args.start)
     context.set_forkserver_preload(PRELOAD)
     answers = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        words = case, free.getsockname()[1], args, answers
+    words = case, get_free_port(), args, answers
     processes = [context.Process(target=work, args=(n, *words)) for n in range(case["world"])]
     for process in processes:
         process.start()
@@ -225,17 +208,14 @@ def run(case: dict, args: argparse.Namespace) -> dict:
         except queue.Empty:
             found.append({"error": f"stopped after {args.seconds:.0f} s"})
     for process in processes:
-        process.join(0 if "error" in found[-1] else 10)
         process.kill()
         process.join()
     if "error" in found[-1]:
         return found[-1]
     seconds = statistics.median(map(max, zip(*(row["seconds"] for row in found), strict=True)))
-    row = {"seconds": seconds, "tokens_per_s": round(args.batch * args.length / seconds)}
-    if "peak_mib" in found[0]:
-        row["peak_mib"] = max(each["peak_mib"] for each in found)
-        row |= {name: [each[name] for each in found] for name in TRACED}
-    return row
+    row = {"seconds": round(seconds, 5), "tokens_per_s": round(args.batch * args.length / seconds)}
+    names = ("peak_mib", *TRACED)
+    return row | {n: [each[n] for each in found] for n in names if n in found[0]}
 
 
 def main(argv=None) -> None:
@@ -255,7 +235,6 @@ def main(argv=None) -> None:
     parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"))
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--verbose", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
     rows, alone = [], {}
@@ -273,7 +252,7 @@ def main(argv=None) -> None:
         if "error" not in row and alone[engine, format]:
             row["of_alone"] = round(row["tokens_per_s"] / alone[engine, format], 3)
         rows.append(row)
-        print(json.dumps(row), f"({time.monotonic() - begin:.0f} s)", flush=True)
+        print(row, f"({time.monotonic() - begin:.0f} s)", flush=True)
         if args.out:
             results.write(args.out, rows)
 

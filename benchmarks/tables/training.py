@@ -144,10 +144,10 @@ def parallel_steps():
         if "error" not in row:
             times = [f"{max(row[name]):.0f}" for name in ("uncovered_ms", "idle_ms")]
             cells = [f"{row['tokens_per_s']:,}", f"{row.get('of_alone', 0):.2f}"]
-            cells += [f"{row['peak_mib']:,}", *times]
+            cells += [f"{max(row['peak_mib']):,}", *times]
         beside = ["fails" if "error" in other else "", ""]
         if "tokens_per_s" in other:
-            beside = [f"{other['tokens_per_s']:,}", f"{other['peak_mib']:,}"]
+            beside = [f"{other['tokens_per_s']:,}", f"{max(other['peak_mib']):,}"]
         said.append([WAYS[row["mode"]], QUANTIZED.get(row["format"], "bf16"), *cells, *beside])
     titles = ["way", "experts", "tokens/s of a GPU", "over one GPU's", "MiB of a GPU"]
     titles += ["communication alone (ms)", "idle (ms)", "PEFT, tokens/s", "PEFT, MiB"]
@@ -163,9 +163,10 @@ def parallel_memory():
     (model,) = (m for m in training_memory.MODELS if m.name == row["model"])
     model = replace(model, layers=row["layers"], blocks=row["layers"])
     computed = model.on_each(row["world"], row["rank"], row["tokens"]) / training_memory.GB
+    peak = max(row["peak_mib"]) * 2**20 / training_memory.GB
     return f"""{row["layers"]} layers of {model.name} with rank {row["rank"]} and {row["tokens"]}
         tokens on each of {row["world"]} {card("training-parallel")}: {computed:.1f} GB computed,
-        torch's allocator has {row["peak_mib"] * 2**20 / training_memory.GB:.1f} GB at its peak."""
+        {peak:.1f} GB at the peak of torch's allocator."""
 
 
 def with_titles(topic, titles, rows, device=None):
