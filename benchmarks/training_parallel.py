@@ -40,8 +40,9 @@ ONE_BATCH = ("tp", "tp+ep")
 QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
 SIZED = "Qwen3-30B-A3B"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-WARM_UP = 2
-PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
+RANK, WARM_UP = 16, 2
+# Imported once for all processes. Not peft: bitsandbytes, which it imports, begins with CUDA.
+PRELOAD = ["transformers.models.qwen3_moe.modeling_qwen3_moe"]
 TRACED = ("computing_ms", "communicating_ms", "uncovered_ms", "idle_ms")
 
 
@@ -52,8 +53,7 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
 
     world, mode = case["world"], case["mode"]
     quantized = case["format"] != "bf16"
-    options = {"attn_implementation": args.attention}
-    options["dtype"] = torch.bfloat16 if quantized or device.type == "cuda" else torch.float32
+    options = {"dtype": torch.bfloat16 if quantized or device.type == "cuda" else torch.float32}
     if mode in QUANTIZED:
         options["device_map"] = {"": device}
     else:
@@ -100,7 +100,7 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
     model = load(args, case, device)
     base, vocab = model, model.config.vocab_size
-    config = LoraConfig(r=args.rank, target_modules=["q_proj"], target_parameters=TARGETS)
+    config = LoraConfig(r=RANK, target_modules=["q_proj"], target_parameters=TARGETS)
     base.activation_checkpointing_enable()
     model = get_peft_model(model, config).train()
     if ours:
@@ -225,12 +225,10 @@ def main(argv=None) -> None:
     parser.add_argument("--layers", type=int, help="that many, with random weights")
     parser.add_argument("--batch", type=int, default=4, help="rows of a step for each GPU")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--engines", default="moelora", help="moelora, peft, or both")
     parser.add_argument("--formats", default="bf16,mxfp4", help="of experts")
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--attention", help="as transformers' attn_implementation")
     parser.add_argument("--seconds", type=float, default=120, help="for a mode")
     parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"))
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
@@ -239,7 +237,7 @@ def main(argv=None) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
     rows, alone = [], {}
     sizes = {"model": Path(args.model).name, "layers": args.layers}
-    sizes |= {"rank": args.rank, "tokens": args.batch * args.length}
+    sizes |= {"rank": RANK, "tokens": args.batch * args.length}
     lists = [words.split(",") for words in (args.engines, args.formats, args.modes)]
     for engine, format, mode in itertools.product(*lists):
         if format != "bf16" and (engine != "moelora" or mode not in QUANTIZED):

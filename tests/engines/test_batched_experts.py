@@ -1,6 +1,5 @@
 """Tokens that come batched by expert, with and without vLLM."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import batched_cases
@@ -98,7 +97,6 @@ def test_arguments_are_refused_by_name():
     ],
 )
 def test_two_processes_exchange_tokens_and_adapters(environment):
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
     lines = run_ranks(batched_cases.__file__, modules="moelora torch.distributed", **environment)
     assert sorted(line.partition(":")[0] for line in lines) == ["rank 0", "rank 1"]
 

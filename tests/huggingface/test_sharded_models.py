@@ -154,7 +154,6 @@ def test_processes_serve_as_one(tmp_path, processes, config, cases):
 )
 def test_two_train_one_resumes_two_serve(tmp_path, mode, environment, most):
     """By the example, which prints digests of the factors and what a text loses with them."""
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"} | environment
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
 
     def said(processes, *words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from covering import NIGHTLY
 
@@ -37,9 +38,10 @@ def run_ranks(program: str, *words: str, modules: str, processes: int = 2, **env
     forks = env.items() >= ON_CPUS.items() and not NIGHTLY
     command = ["-c", FORKS, modules] if forks else TORCHRUN
     command = [*command, str(processes)]
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, *command, program, *words],
-        env=os.environ | env,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | env,
         capture_output=True,
         text=True,
         timeout=285,
