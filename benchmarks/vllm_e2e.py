@@ -53,13 +53,19 @@ class Bench(jobs.Bench):
     """Runs engines of vLLM, one after the other, and writes their results to a file."""
 
     def engine(self, name, model, *flags, **environment):
-        """Runs an engine, with moelora if its name begins so, and takes whatever it had written,
-        even if it did not end well."""
-        ours = name.startswith("moelora")
+        """Runs an engine."""
+        self.ended(name, self.started(name, model, *flags, **environment))
+
+    def started(self, name, model, *flags, **environment):
+        """The job of an engine, with moelora if its name begins so."""
         command = ["-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
         command += ["--out", self.file(name), *flags]
-        environment |= {SWITCH: "1" if ours else "0"}
-        job = self.job(name, command, self.args.start_s + CHECK_S, **environment)
+        environment |= {SWITCH: "1" if name.startswith("moelora") else "0"}
+        return self.job(name, command, self.args.start_s + CHECK_S, **environment)
+
+    def ended(self, name, job):
+        """Waits for an engine, and takes whatever it had written, even if it did not end well."""
+        ours = name.startswith("moelora")
         self.done(job)
         if self.file(name).exists():
             self.runs[name] = run = json.loads(self.file(name).read_text())
@@ -89,11 +95,14 @@ class Bench(jobs.Bench):
         for flag, name in itertools.product("01" if model else (), ("moelora", "vllm")):
             run = f"{name} invariant" if flag == "1" else name
             self.engine(run, model, "--bits", VLLM_BATCH_INVARIANT=flag)
-            row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
-            # Only moelora must be batch invariant; vLLM's differing rows are just reported.
-            kept = row.get("matched", 0) > 0 and row.get("differing") == 0
-            self.checks.append(row | {"ok": kept or name == "vllm"})
+            self.bits(run)
         self.write()
+
+    def bits(self, run):
+        """Only moelora must be batch invariant; vLLM's differing rows are just reported."""
+        row = {"topic": "bits", "run": run} | self.runs.get(run, {}).get("bits", {})
+        kept = row.get("matched", 0) > 0 and row.get("differing") == 0
+        self.checks.append(row | {"ok": kept or run.startswith("vllm")})
 
     def trainer(self, name, model, *flags):
         """What a trainer found, or nothing."""

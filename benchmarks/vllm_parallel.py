@@ -1,10 +1,13 @@
-"""vLLM on several GPUs, with moelora and without: answers.
+"""vLLM on several GPUs, with moelora and without: answers and bits.
 
-    python -m benchmarks.vllm_parallel --gpus 4 --out ...-answers-parallel-4.json
+    python -m benchmarks.vllm_parallel --gpus 2 --at-once 11 --out ...-answers-parallel-2.json
 
 As `benchmarks.vllm_e2e`, on GPUs of one host that share each layer's experts (tensor parallel, with
-adapters sharded or not) or have whole ones each (expert parallel). Answers of every engine are
-compared with those of moelora on one GPU, and with transformers in float32 with merged adapters.
+adapters sharded or not) or have whole ones each (expert parallel), also where each GPU has requests
+of its own (data parallel), and its slots filled in another order. Answers of every engine are
+compared with those of moelora on one GPU, and with transformers in float32 with merged adapters;
+rows of MoE layers of data-parallel ranks in a mixed batch with those of each request alone, bit for
+bit. With `--at-once` so many engines share the GPUs.
 """
 
 import argparse
@@ -14,11 +17,14 @@ from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_eng
 from benchmarks.vllm_e2e import Bench, arguments, parse
 
 SINGLE = "moelora single"
+TENSOR, DATA = "--tensor-parallel", "--data-parallel"
 WAYS = {
-    "tensor": (),
-    "expert": ("--expert-parallel",),
-    "fully sharded": ("--fully-sharded",),
+    "tensor": (TENSOR,),
+    "expert": (TENSOR, "--expert-parallel"),
+    "fully sharded": (TENSOR, "--fully-sharded"),
+    "data and expert": (DATA, "--expert-parallel"),
 }
+BITS = ", eager"  # the run whose rows are compared
 
 
 class Parallel(Bench):
@@ -29,13 +35,28 @@ class Parallel(Bench):
         return rows + answers(self.replies())
 
     def answers(self):
-        if model := self.model("tiny", dense=True):
-            self.engine(SINGLE, model, CUDA_VISIBLE_DEVICES="0")
-            names = [f"{engine} {way}" for way in self.args.ways for engine in ("moelora", "vllm")]
-            for name in names:
-                flags = WAYS[name.partition(" ")[2]]
-                self.engine(name, model, "--tensor-parallel", self.args.gpus, *flags)
-            self.hold([SINGLE, *names], model)
+        model = self.model("tiny", dense=True)
+        if model is None:
+            return
+        runs = [(SINGLE, (), {"CUDA_VISIBLE_DEVICES": "0"})]
+        for way in self.args.ways:
+            by, *flags = WAYS[way]
+            for engine in ("moelora", "vllm"):
+                runs.append((f"{engine} {way}", (by, self.args.gpus, *flags), {}))
+                if by == DATA:
+                    name, words, _ = runs[-1]
+                    runs.append((f"{name}{BITS}", (*words, "--bits"), {}))
+        many, memory = self.args.at_once, ("--gib", 2) if self.args.at_once > 1 else ()
+        for first in range(0, len(runs), many):
+            jobs = {
+                name: self.started(name, model, *words, *memory, **environment)
+                for name, words, environment in runs[first : first + many]
+            }
+            for name, job in jobs.items():
+                self.ended(name, job)
+                if name.endswith(BITS):
+                    self.bits(name)
+        self.hold([name for name, *_ in runs if not name.endswith(BITS)], model)
 
 
 def answers(checks):
@@ -43,13 +64,15 @@ def answers(checks):
 
     One GPU and several round differently. vLLM's own engines, which differ from moelora's on one
     GPU by nothing but rounding, say how much that is in the model: their rows are just reported.
+    Not so with data parallelism, where vLLM by itself mixes adapters up.
     """
     rows, same = [], SAME
     for name in sorted(checks.keys() - {SINGLE}, reverse=True):  # vLLM's first
         made = compare_batches(name, checks[name])
         compared = compare_engines(name, SINGLE, checks, same)
         if name.startswith("vllm"):
-            same = max([same, *(WORSE * row["prompt_median"] for row in compared)])
+            if DATA not in WAYS[name.removeprefix("vllm ").removesuffix(BITS)]:
+                same = max([same, *(WORSE * row["prompt_median"] for row in compared)])
             made, compared = ([row | {"ok": True} for row in some] for some in (made, compared))
         rows += made + compared
     return rows
@@ -58,8 +81,8 @@ def answers(checks):
 def main(argv=None):
     p = arguments(__doc__)
     p.add_argument("--gpus", type=int, default=2)
-    for option in ("--only", "--at-once"):  # of commands of files: answers, of one at a time
-        p.add_argument(option, help=argparse.SUPPRESS)
+    p.add_argument("--at-once", type=int, default=1, help="engines (default: %(default)s)")
+    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     bench = Parallel(parse(p, argv))
     bench.answers()

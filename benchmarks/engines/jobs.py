@@ -124,18 +124,18 @@ class Bench:
     # -- answers --
 
     def hold(self, names, model):
-        """Holds the answers of runs of a model against transformers in float32 with merged
-        adapters."""
+        """Holds the answers of runs of a model, all at once, against transformers in float32 with
+        merged adapters."""
         dense = self.work / (f"{model}-dense" if self.args.format else model)
         tolerance = SAME_FP8 if (self.args.format or "").startswith("fp8") else SAME
+        jobs = {}
         for name in names:
-            check = self.runs.get(name, {}).get("check")
-            if check is None:
-                continue
-            replies = self.file(f"lps {name}")
-            write_replies(replies, check)
-            words = ["--tol", tolerance, "--model", dense, "--lps", replies]
-            job = self.job(f"reference of {name}", [*self.hold_against, *words], 150)
+            if (check := self.runs.get(name, {}).get("check")) is not None:
+                replies = self.file(f"lps {name}")
+                write_replies(replies, check)
+                words = ["--tol", tolerance, "--model", dense, "--lps", replies]
+                jobs[name] = self.job(f"reference of {name}", [*self.hold_against, *words], 150)
+        for name, job in jobs.items():
             ok = self.done(job)
             if job is not None:
                 lines = job.log.read_text().splitlines()

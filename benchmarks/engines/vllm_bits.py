@@ -1,16 +1,20 @@
 """Check whether rows of an engine's MoE layers have the same bits in a mixed batch as alone.
 
-Hooks for `vllm_engine --bits`: rows of two batches are matched by the bits of a layer's inputs,
+For `vllm_engine --bits`: rows of two batches are matched by the bits of a layer's inputs,
 hidden state and router logits. A row stays unmatched if earlier layers (attention, say) computed
 other bits in the other batch. Requests with different adapters may have the same inputs: such a row
-has several outputs, alone and in the mixed batch.
+has several outputs, alone and in the mixed batch. Rows of data-parallel ranks are compared as one
+batch, whichever rank they were on.
 """
 
 import hashlib
+import pickle
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.engines.answers import CHECK
 
 LAYERS = ".experts"  # how names of MoE layers end in vLLM's models, with LoRA or without
 
@@ -26,7 +30,7 @@ class Rows:
 
     def __init__(self):
         self.phase = ""
-        self.seen: dict[str, dict[tuple, set]] = defaultdict(lambda: defaultdict(set))
+        self.seen: dict[str, dict[tuple, set]] = {"": {}, "alone": {}, "mixed": {}}
         self.count: dict[str, int] = defaultdict(int)
 
     def attach(self, model: nn.Module) -> int:
@@ -43,10 +47,17 @@ class Rows:
             out = out[-1] if isinstance(out, tuple) else out
             rows = zip(digests(x), digests(logits), digests(out), strict=True)
             for hidden, routed, result in rows:
-                self.seen[self.phase][name, hidden, routed].add(result)
+                self.seen[self.phase].setdefault((name, hidden, routed), set()).add(result)
                 self.count[self.phase] += 1
 
         return record
+
+    def add(self, other: "Rows") -> None:
+        """Rows of another rank."""
+        for phase, seen in other.seen.items():
+            self.count[phase] += other.count[phase]
+            for key, results in seen.items():
+                self.seen[phase].setdefault(key, set()).update(results)
 
     def compare(self, one: str, other: str) -> dict[str, int]:
         """Counts of `other`: all rows, distinct inputs that `one` also has (matched), those of them
@@ -59,3 +70,40 @@ class Rows:
             "differing": sum(bool(b[key] - a[key]) for key in both),
             "unmatched": len(b.keys() - a.keys()),
         }
+
+
+# ---- of an engine, in the processes of its workers ----
+
+
+def attach(worker) -> int:
+    worker.rows = Rows()
+    return worker.rows.attach(worker.get_model())
+
+
+def enter(worker, phase: str) -> None:
+    worker.rows.phase = phase
+
+
+def seen(worker) -> bytes:
+    return pickle.dumps(worker.rows)
+
+
+def bits(engine) -> dict[str, int]:
+    """Rows of MoE layers in a batch of all adapters and the base model, and in one of each."""
+    ask = engine.llm.collective_rpc
+    layers = ask(attach)
+    who = [None, *engine.adapters]
+    prompts = engine.prompts([40] * len(who))
+    engine.ranks.gather([])  # all ranks watch
+    ask(enter, args=("alone",))
+    for prompt, adapter in zip(prompts, who, strict=True):
+        engine.generate([prompt], [adapter], CHECK[1])
+        engine.ranks.gather([])
+    ask(enter, args=("mixed",))
+    engine.ranks.gather([])
+    engine.generate(prompts, who, CHECK[1])
+    engine.ranks.gather([])
+    found = Rows()
+    for rows in engine.ranks.gather(ask(seen)[:1]):
+        found.add(pickle.loads(rows))
+    return {"layers": layers[0]} | found.compare("alone", "mixed")

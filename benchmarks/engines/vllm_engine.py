@@ -6,6 +6,9 @@ Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; wheth
 the layers is decided by its environment (`MOELORA_VLLM`), as in production. vLLM compiles the model
 and captures graphs as it does by default. The result file is written after each part, so that what
 was measured survives what comes after it.
+
+With `--data-parallel`, ranks share the prompts, and fill their slots in different orders before the
+first one.
 """
 
 import argparse
@@ -16,8 +19,9 @@ import random
 import sys
 import time
 
-from benchmarks.engines.answers import CHECK, check
-from benchmarks.engines.vllm_bits import Rows
+from benchmarks.engines.answers import check
+from benchmarks.engines.vllm_bits import bits
+from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
 
 for name, value in {
@@ -39,8 +43,10 @@ def parse(argv=None):
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
     p.add_argument("--tensor-parallel", type=int, default=1)
+    p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
     p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
+    p.add_argument("--gib", type=float, help="of keys and values: engines share the GPUs")
     return p.parse_args(argv)
 
 
@@ -54,12 +60,14 @@ class Engine:
         manifest = json.loads((args.model / "manifest.json").read_text())
         folders = [pathlib.Path(f) for f in manifest["adapters"]]
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
+        memory = {"gpu_memory_utilization": 0.6}
+        if args.gib:
+            memory = {"kv_cache_memory_bytes": int(args.gib * 2**30), "gpu_memory_utilization": 0.1}
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
             dtype="bfloat16",
             seed=0,
-            gpu_memory_utilization=0.6,
             load_format="safetensors",
             max_model_len=4096,
             max_num_batched_tokens=8192,
@@ -74,10 +82,15 @@ class Engine:
             max_lora_rank=max(ranks),
             fully_sharded_loras=args.fully_sharded,
             enforce_eager=bool(args.bits or args.rows),  # hooks see no replays of graphs
+            **memory,
         )
+        self.ranks = Ranks()
         self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
         self.names = [f.name for f in folders]
         self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
+        if self.ranks.size > 1:
+            for adapter in self.adapters[:: -1 if self.ranks.rank % 2 else 1]:
+                self.llm.llm_engine.add_lora(adapter)
 
     def prompts(self, lengths):
         return [self.random.choices(self.vocab, k=n) for n in lengths]
@@ -85,6 +98,9 @@ class Engine:
     def run(self, prompts, adapters, **sampling):
         from vllm import SamplingParams
 
+        prompts, adapters = self.ranks.share(prompts), self.ranks.share(adapters)
+        if not prompts:  # the engine of this rank steps with the others
+            return []
         params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
         given = [{"prompt_token_ids": ids} for ids in prompts]
         adapters = adapters if any(adapters) else None
@@ -95,7 +111,8 @@ class Engine:
 
     def replies(self, prompts, adapters, new):
         options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-        return [reply(output) for output in self.run(prompts, adapters, **options)]
+        made = [reply(output) for output in self.run(prompts, adapters, **options)]
+        return self.ranks.gather(made)
 
 
 def moe_layers(worker):
@@ -109,6 +126,12 @@ def moe_layers(worker):
     return ", ".join(sorted(found)) or "no MoE kernel found"
 
 
+def adapter_slots(worker):
+    """Numbers of the adapters in a worker's slots."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    return list(manager.lora_index_to_id)
+
+
 def reply(output):
     """A request's result, as plain numbers: `top` has the best tokens at each step."""
     ids = output.prompt_token_ids
@@ -117,41 +140,29 @@ def reply(output):
     return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "top": top}
 
 
-# ---- what requests get ----
-
-
-def bits(engine):
-    """Rows of MoE layers in a batch of all adapters and the base model, and in one of each."""
-    found = Rows()
-    layers = engine.llm.collective_rpc(lambda worker: found.attach(worker.get_model()))
-    who = [None, *engine.adapters]
-    prompts = engine.prompts([40] * len(who))
-    found.phase = "alone"
-    for prompt, adapter in zip(prompts, who, strict=True):
-        engine.generate([prompt], [adapter], CHECK[1])
-    found.phase = "mixed"
-    engine.generate(prompts, who, CHECK[1])
-    return {"layers": layers[0]} | found.compare("alone", "mixed")
-
-
 def main():
     args = parse()
+    if args.data_parallel > 1 and RANK not in os.environ:
+        return start(__spec__.name, sys.argv[1:], args.data_parallel)
     result = {}
 
     def save(**more):
         result.update(more)
-        args.out.write_text(json.dumps(result))
+        if engine.ranks.rank == 0:
+            args.out.write_text(json.dumps(result))
 
     began = time.time()
     engine = Engine(args)
-    layers = engine.llm.collective_rpc(moe_layers)
-    save(start_s=round(time.time() - began, 1), layers=layers)
+    layers = engine.ranks.gather(engine.llm.collective_rpc(moe_layers))
+    slots = engine.ranks.gather(engine.llm.collective_rpc(adapter_slots))
+    save(start_s=round(time.time() - began, 1), layers=layers, slots=slots)
     print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
     save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
     if args.rows:
         save(rows=rows(engine, args.rows))
+    engine.ranks.gather([])  # none leaves while another one steps
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 

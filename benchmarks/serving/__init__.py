@@ -3,12 +3,15 @@
     python -m benchmarks.serving --model qwen3-30b-a3b --format fp8 --out ...-serving-fp8.json
     python -m benchmarks.serving --engines "vllm + moelora,vllm" --workloads first_minute,load_8
     python -m benchmarks.serving --adapters 16 --max-loras 8 --ranks 16 --workloads adapters,traces
+    python -m benchmarks.serving --layers 12 --at-once --out ...-parallel-tensor-2.json \
+        --server-args --tensor-parallel-size 2 --kv-cache-memory-bytes 8G
     python -m benchmarks.serving --url http://127.0.0.1:8000 --engines mine --served-model NAME \
         --lora-modules law,code --out mine.json
 
 A server is a row of `engines.json`: a command with its own defaults, and the arguments that turn
 adapters on. A load is a row of `workloads.json`, or all of one of its groups. `--more FILE` adds
-rows to both. One server runs on the GPU at a time; it is stopped before the next one starts.
+rows to both. One server runs on the GPU at a time; it is stopped before the next one starts. With
+`--at-once` all are started before the first load, and take turns in each load, one at a time.
 `--url` measures a server that somebody else started.
 
 A model has the configuration of its name at full depth and no weights (`load_format=dummy`), but

@@ -41,6 +41,7 @@ def parse(argv=None):
     add("--url", help="of a running server; its name is that of --engines")
     add("--lora-modules", type=words, default=[], help="names of adapters of --url")
     add("--served-model", help="of --url: the name of its model, a folder or Hub name")
+    add("--at-once", action="store_true", help="servers are up together, and take turns in loads")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
     add("--start-s", type=float, default=400, help="until a server answers")
     add("--load-s", type=float, default=300, help="of all loads of a server")
@@ -100,8 +101,20 @@ class Bench:
         served = self.args.work / "model/served.json"
         return json.loads(served.read_text()) if served.exists() else None
 
-    def serve(self, name, made):
-        """Start a server, run its loads, stop it."""
+    def serve(self, names, made):
+        """Start servers, run their loads, stop them."""
+        servers = [self.start(name, made, PORT + i, len(names)) for i, name in enumerate(names)]
+        try:
+            up = [fields for server in servers if (fields := self.up(*server))]
+            if up:
+                self.load(up)
+        finally:
+            for server, _ in servers:
+                end = "stopped" if server.process.poll() is None else "ended"
+                self.stages.append(server.stop(end))
+
+    def start(self, name, made, port, together):
+        """A server that starts, and how its loads find it."""
         engine = self.args.known[name]
         adapters = made["adapters"] if "lora" in engine else {}
         pool = dict(self.args.pool) if adapters else {}
@@ -110,7 +123,7 @@ class Bench:
         values = {
             "{python}": [sys.executable],
             "{model}": [made["base"]],
-            "{port}": [str(PORT)],
+            "{port}": [str(port)],
             "{load}": [] if made["weights"] else ["--load-format", "dummy"],
             "{slots}": [str(pool.get("max_loras"))],
             "{host}": [str(pool.get("max_cpu_loras"))],
@@ -125,43 +138,50 @@ class Bench:
         command = [*engine["command"], *engine.get("lora", [])]
         command += engine["host"] if "max_cpu_loras" in pool else []
         environment = {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
-        start = time.monotonic()
         server = Job(
             f"serve {name}",
             filled([*command, *self.args.server_args]),
             self.args.work,
-            self.args.start_s + self.args.load_s,
+            self.args.start_s + self.args.load_s * together,
             self.environment | self.caches(name) | environment,
             where=self.args.work,
         )
-        try:
-            if not is_up(f"http://127.0.0.1:{PORT}/health", server, self.args.start_s):
-                return
-            seconds = {"start_s": round(time.monotonic() - start, 1)}
-            log = server.log.read_text(errors="replace")
-            if (line := engine.get("log")) and line not in log:
-                seconds["served"] = "moelora's line is not in the server's log"
-            target = {"url": f"http://127.0.0.1:{PORT}", "model": made["base"]}
-            self.load(name, target, list(adapters), seconds | pool)
-        finally:
-            self.stages.append(server.stop("stopped" if server.process.poll() is None else "ended"))
+        url = f"http://127.0.0.1:{port}"
+        target = {"name": name, "url": url, "model": made["base"], "adapters": list(adapters)}
+        return server, target | {"fields": pool}
 
-    def load(self, name, target, adapters, fields):
-        """Run the loads of one server; rows are there as soon as they are measured."""
-        runs = [(w, adapters) for w in self.args.workloads]
-        if adapters:
-            runs += [(w, []) for w in self.args.workloads if w in WITHOUT_ADAPTERS]
-        stem = self.args.work / name.replace(" ", "-")
+    def up(self, server, target):
+        """A target once its server answers; None if it does not."""
+        if not is_up(f"{target['url']}/health", server, self.args.start_s):
+            return None
+        fields = target["fields"] | {"start_s": round(time.monotonic() - server.start, 1)}
+        log = server.log.read_text(errors="replace")
+        if (line := self.args.known[target["name"]].get("log")) and line not in log:
+            fields["served"] = "moelora's line is not in the server's log"
+        return target | {"fields": fields}
+
+    def load(self, targets):
+        """Run the loads of servers, which take turns in each; rows are there as soon as they are
+        measured."""
+        numbered = list(enumerate(targets))
+        runs = [(w, i, t["adapters"]) for w in self.args.workloads for i, t in numbered]
+        without = [w for w in self.args.workloads if w in WITHOUT_ADAPTERS]
+        runs += [(w, i, []) for w in without for i, t in numbered if t["adapters"]]
+        names = ", ".join(target["name"] for target in targets)
+        stem = self.args.work / names.replace(", ", "-").replace(" ", "-")
         job, out = stem.with_suffix(".job.json"), stem.with_suffix(".jsonl")
         workloads = {w: self.args.loads[w] for w in self.args.workloads}
-        target = target | {"tokenizer": target["model"], "workloads": workloads, "runs": runs}
-        job.write_text(json.dumps(target | {"slo": self.args.slo}))
+        asked = {"targets": targets, "workloads": workloads, "runs": runs, "slo": self.args.slo}
+        job.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "benchmarks.serving.client", job, out]
-        loads = Job(f"load {name}", command, self.args.work, self.args.load_s, self.environment)
+        seconds = self.args.load_s * len(targets)
+        loads = Job(f"load {names}", command, self.args.work, seconds, self.environment)
         self.stages.append(loads.wait())
         lines = out.read_text().splitlines() if out.exists() else []
-        engine = {"topic": "serving", "engine": name, "lora_enabled": bool(adapters)} | fields
-        self.rows += [engine | json.loads(line) for line in lines]
+        for line, (_, i, _) in zip(lines, runs, strict=False):
+            target = targets[i]
+            engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
+            self.rows.append({"topic": "serving"} | engine | target["fields"] | json.loads(line))
 
     def caches(self, name):
         """Empty folders, so that a server compiles as on a fresh machine."""
@@ -170,7 +190,7 @@ class Bench:
         return {variable: str(folder / variable.lower()) for variable in variables}
 
     def write(self):
-        names = ("model", "format", "layers", "adapters", "ranks", "slo")
+        names = ("model", "format", "layers", "adapters", "ranks", "slo", "server_args")
         fields = {name: getattr(self.args, name) for name in names}
         fields["arrivals"] = "Poisson, where a row has no burstiness or concurrency"
         fields |= {name: version(name) for name in ("vllm", "sglang")}
@@ -184,13 +204,14 @@ def main(argv=None):
     results.check_writable("--out", args.out)
     bench = Bench(args)
     if args.url:
-        target = {"url": args.url, "model": args.served_model}
-        bench.load(args.engines[0], target, args.lora_modules, args.pool)
+        target = {"name": args.engines[0], "url": args.url, "model": args.served_model}
+        bench.load([target | {"adapters": args.lora_modules, "fields": args.pool}])
         bench.write()
     else:
         made = bench.made()
-        for name in args.engines if made else ():
-            bench.serve(name, made)
+        together = [args.engines] if args.at_once else [[name] for name in args.engines]
+        for names in together if made else ():
+            bench.serve(names, made)
             bench.write()
     for row in bench.rows:
         print(*(f"{key} {value}" for key, value in row.items() if key != "topic"), sep=" | ")

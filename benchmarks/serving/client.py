@@ -1,4 +1,4 @@
-"""Runs loads on one server by `vllm bench serve`, in one process: importing it takes seconds.
+"""Runs loads on servers by `vllm bench serve`, in one process: importing it takes seconds.
 
     python -m benchmarks.serving.client JOB.json OUT.jsonl
 
@@ -31,12 +31,12 @@ OPTIONS = {  # of `vllm bench serve`, by fields of a workload
 FIELDS = {*OPTIONS, "zipf", "options", "source"}
 
 
-def words(job, load, adapters, seed):
+def words(target, load, adapters, seed, slo):
     """Arguments of `vllm bench serve`."""
     arguments = {
-        "base-url": job["url"],
-        "model": job["model"],
-        "tokenizer": job["tokenizer"],
+        "base-url": target["url"],
+        "model": target["model"],
+        "tokenizer": target["model"],
         "dataset-name": "random",
         "temperature": 1,  # one after another, the tokens of the random model would be the same
         "seed": seed,  # a load whose prompts were sent before would find them in the prefix cache
@@ -47,7 +47,7 @@ def words(job, load, adapters, seed):
     arguments |= {name: load[key] for key, name in OPTIONS.items() if key in load}
     arguments |= load.get("options", {})
     flat = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    flat += ["--disable-tqdm", "--goodput", *job["slo"]]
+    flat += ["--disable-tqdm", "--goodput", *slo]
     return flat + (["--lora-modules", *modules(load, adapters)] if adapters else [])
 
 
@@ -62,12 +62,13 @@ def modules(load, adapters):
     return [*named, "--lora-assignment", "random"]
 
 
-def measure(job, name, load, adapters, seed):
+def measure(target, name, load, adapters, seed, slo):
     from vllm.benchmarks import serve
 
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)
-    result = asyncio.run(serve.main_async(parser.parse_args(words(job, load, adapters, seed))))
+    args = parser.parse_args(words(target, load, adapters, seed, slo))
+    result = asyncio.run(serve.main_async(args))
     kept = {key: result[key] for key in KEPT if result.get(key) is not None}
     kept = {
         key: round(value, 3) if isinstance(value, float) else value for key, value in kept.items()
@@ -79,8 +80,9 @@ def measure(job, name, load, adapters, seed):
 def main():
     job, out = json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2])
     with out.open("a") as file:
-        for seed, (name, adapters) in enumerate(job["runs"]):
-            row = measure(job, name, job["workloads"][name], adapters, seed)
+        for seed, (name, i, adapters) in enumerate(job["runs"]):
+            load = job["workloads"][name]
+            row = measure(job["targets"][i], name, load, adapters, seed, job["slo"])
             print(json.dumps(row), file=file, flush=True)
 
 

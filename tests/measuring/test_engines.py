@@ -47,16 +47,22 @@ def test_batch_invariance(run):
 
 @pytest.mark.slow
 def test_every_way_of_several_gpus_is_held_against_one(run):
-    """The pretended vLLM cannot run expert parallel."""
-    code, written, log = run(vllm_parallel, "--gpus", "4")
+    """The pretended vLLM cannot run expert parallel without data parallel."""
+    code, written, log = run(vllm_parallel, "--gpus", "2", "--at-once", "4")
     assert code == 1 and "no experts here" in log
     ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
     failed = {name for name, end in ends.items() if end == "exit status 1"}
     assert failed == {"vllm expert", "moelora expert"}
     assert set(ends.values()) == {"ok", "exit status 1"}
     compared = {row["compared"] for row in topics(written, "answers")}
-    assert "moelora fully sharded, moelora single" in compared
+    assert {
+        f"moelora {way}, moelora single" for way in ("fully sharded", "data and expert")
+    } < compared
     assert all(row["ok"] for row in topics(written, "answers"))
+    runs = [f"{engine} data and expert, eager" for engine in ("moelora", "vllm")]
+    assert [(row["run"], row["matched"]) for row in topics(written, "bits")] == [
+        (r, 5) for r in runs
+    ]
 
 
 def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
@@ -67,8 +73,8 @@ def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
         return {"names": ["base"], "alone": [[reply]], "mixed": [[reply]]}
 
     def judged(vllm, moelora):
-        names = "moelora single", "vllm tensor", "moelora tensor"
-        checks = dict(zip(names, map(check, (0.0, vllm, moelora)), strict=True))
+        names = "moelora single", "vllm tensor", "moelora tensor", "vllm data and expert"
+        checks = dict(zip(names, map(check, (0.0, vllm, moelora, 2.0)), strict=True))
         rows = vllm_parallel.answers(checks)
         wanted = {"moelora tensor, moelora single", "moelora tensor, moelora single: mixed"}
         (ok,) = {row["ok"] for row in rows if row["compared"] in wanted}

@@ -41,15 +41,18 @@ class LLM:
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
-        self.experts = Experts()
-        if options.get("enable_expert_parallel"):
+        self.experts, slots = Experts(), []
+        if options["enable_expert_parallel"] and options["tensor_parallel_size"] > 1:
             sys.exit("no experts here")
-
-    def collective_rpc(self, function):
         kernel = N(fused_experts=type(self.name, (), {})())
         model = N(modules=lambda: [N(_moe_kernel=kernel)],
                   named_modules=lambda: [("layers.0.mlp.experts", self.experts)])
-        return [function(N(get_model=lambda: model))]
+        adapters = N(_adapter_manager=N(lora_index_to_id=slots))
+        self.worker = N(get_model=lambda: model, model_runner=N(lora_manager=adapters))
+        self.llm_engine = N(add_lora=lambda adapter: slots.append(adapter.lora_int_id))
+
+    def collective_rpc(self, function, args=()):
+        return [function(self.worker, *args)]
 
     def generate(self, prompts, sampling, use_tqdm, lora_request):
         rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])

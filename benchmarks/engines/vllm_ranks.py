@@ -1,0 +1,68 @@
+"""Data-parallel ranks of a vLLM engine: a process each, which take every Nth prompt.
+
+vLLM has no data-parallel `LLM` in one process: each rank is an engine that is told the others'
+address, and steps when they do. `start` starts the command again in every rank.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from torch import distributed
+
+RANK, SIZE, STORE = "VLLM_DP_RANK", "VLLM_DP_SIZE", "MOELORA_RANKS_STORE"
+
+
+def start(module, words, size):
+    """Runs the module in every rank; the first exit status that is not 0, once one ends badly."""
+    with socket.socket() as s, tempfile.TemporaryDirectory() as folder:
+        s.bind(("127.0.0.1", 0))
+        told = {
+            SIZE: str(size),
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": str(s.getsockname()[1]),
+            STORE: os.path.join(folder, "store"),  # a file: no other process can take it
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the engine of a rank steps with the others
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # takes functions to it
+        }
+        s.close()
+        command = [sys.executable, "-m", module, *words]
+        ranks = [{RANK: str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(size)]
+        running = [subprocess.Popen(command, env=os.environ | told | rank) for rank in ranks]
+        while running:
+            codes = [process.poll() for process in running]
+            if bad := next((code for code in codes if code), 0):
+                for process in running:
+                    process.kill()
+                return bad
+            running = [p for p, code in zip(running, codes, strict=True) if code is None]
+            time.sleep(0.2)
+    return 0
+
+
+class Ranks:
+    """This process among its peers; alone if it was not started by `start`."""
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ.get(RANK, 0)), int(os.environ.get(SIZE, 1))
+        if self.size > 1:
+            method = f"file://{os.environ[STORE]}"
+            sizes = {"rank": self.rank, "world_size": self.size}
+            distributed.init_process_group("gloo", init_method=method, **sizes)
+
+    def share(self, items):
+        return items[self.rank :: self.size]
+
+    def gather(self, mine):
+        """What all have made of their shares, in the order of the whole; waits for all."""
+        if self.size == 1:
+            return mine
+        parts = [None] * self.size
+        distributed.all_gather_object(parts, mine)
+        whole = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            whole[rank :: self.size] = part
+        return whole
