@@ -9,7 +9,7 @@ import travel_cases
 from ranks import ON_CPUS, run_ranks
 from test_vllm_update import given
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LLM
+from vllm_stand_in_lora import LLM, LoRAModel, Worker
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -41,8 +41,8 @@ def test_an_adapter_that_is_in_no_slot_is_counted_and_said(travel, lines):
     slots = travel.Slots(3, "cpu")
     slots.fill(1, 70)
     slots.fill(2, 71)
-    ids = torch.tensor([70, travel.NONE, 99, 71, 70])
-    assert slots.to_slots(ids).tolist() == [1, -1, -1, 2, 1]
+    ids = torch.tensor([70, travel.NONE, 99, 71, 70, travel.NONE - 1])
+    assert slots.to_slots(ids).tolist() == [1, -1, -1, 2, 1, -1]
     assert slots.to_slots(ids).dtype == torch.int32
     assert int(slots.lost) == 2
     travel._say_lost(slots)
@@ -85,6 +85,27 @@ def test_another_adapter_takes_a_slot_without_one(travel):
     inner.remove_all_adapters()
     outer.add_adapter(requests["law"])
     assert slots.here == [code, law, art]
+
+
+def test_a_rank_without_requests_keeps_factors_for_the_tokens_of_others(travel):
+    """vLLM fills all slots with dummies in each of its steps, and removes all adapters after it."""
+    outer, inner, requests, slots = manager_with(travel, "law", "code")
+    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=outer))
+    law, code = ids(travel, requests, "law", "code")
+    kept = [Worker.products(worker, slot) for slot in (0, 1)]
+    for _ in range(3):
+        for number in range(1, inner.lora_slots + 1):  # as of adapters, which come first
+            if number not in outer.list_adapters():
+                inner.add_adapter(LoRAModel(number, 8, {}))
+            inner.activate_adapter(number)
+        assert None not in inner.lora_index_to_id
+        assert slots.here[:2] == [law, code] and slots.here[2] < travel.NONE
+        for slot, products in enumerate(kept):
+            for name, product in Worker.products(worker, slot).items():
+                assert torch.equal(product, products[name]) and product.any()
+        inner.remove_all_adapters()
+    outer.add_adapter(requests["code"])
+    assert inner.lora_index_to_id == [None, requests["code"].lora_int_id, None]
 
 
 def test_the_senders_mapping_is_as_before(travel, monkeypatch):

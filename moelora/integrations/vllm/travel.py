@@ -7,8 +7,10 @@ vLLM sends the slots of the sender, and every rank fills its slots in an order o
 exchange (`prepare` of the naive DP + EP kernels) sends ids, and each rank looks up its slots. An id
 is a hash of an adapter's name and path, since numbers are given out by each API server. The table
 of a rank's slots is a device tensor, updated in place as a slot is filled: a captured graph reads
-it. A rank that runs a dummy batch removes all its adapters, but leaves their factors in the slots:
-so they stay in the table, and an adapter goes back to its slot, or to one that has none.
+it. A rank without requests runs dummy batches while others have some, with as many dummy adapters as
+there are slots, and then removes all its adapters, but leaves their factors in the slots: so they
+stay in the table, an adapter goes back to its slot, or to one that has none, and dummies are not
+copied to slots with an adapter's factors, which serve other ranks' tokens in the same step.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
 them on the device, and its log says so when it next fills a slot.
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from moelora.integrations.vllm import say_once, wrap
 
-NONE = -1  # no adapter
+NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
 _NAME = "_moelora_slots"
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
@@ -53,8 +55,8 @@ class Slots:
 
     def best(self, number: int, free: Sequence[int]) -> int | None:
         """The free slot that an adapter should go to: its own, or one without."""
-        wanted = (number, NONE)
-        return next((slot for held in wanted for slot in free if self.here[slot] == held), None)
+        own = (slot for slot in free if self.here[slot] == number)
+        return next(own, next((slot for slot in free if self.here[slot] < 0), None))
 
     def to_ids(self, slots: Tensor) -> Tensor:
         """Ids of tokens from slots, NONE from -1."""
@@ -62,10 +64,11 @@ class Slots:
         return torch.where(slots < 0, NONE, found)
 
     def to_slots(self, ids: Tensor) -> Tensor:
-        """Slots of tokens here, int32; -1 for NONE and for adapters in no slot, which count."""
+        """Slots of tokens here, int32; -1 for NONE and for adapters in no slot, which count, and
+        for dummies in none."""
         same = (ids[:, None] == self.ids) & (ids != NONE)[:, None]
         here = same.any(1)
-        self.lost += ((ids != NONE) & ~here).sum()
+        self.lost += ((ids >= 0) & ~here).sum()
         return torch.where(here, same.int().argmax(1), -1).int()
 
 
@@ -100,11 +103,15 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     if model is None or not tables:
         return activate(self, lora_id)
     number = getattr(model, "_moelora_id", None)
-    if number is None:  # of vLLM's warm-up
-        number = global_id("", str(lora_id))
+    dummy = number is None
+    if dummy:
+        number = NONE - lora_id
     there = self.lora_index_to_id
     free = [slot for slot, held in enumerate(there) if held is None]
     best = tables[0].best(number, free)
+    if dummy and best is None and free and lora_id not in self._active_adapters:
+        self._active_adapters[lora_id], there[free[0]] = None, lora_id  # in name only
+        return True
     others = [slot for slot in free if best is not None and slot != best]
     for slot in others:  # vLLM takes the first that is None
         there[slot] = TAKEN
