@@ -7,10 +7,10 @@ vLLM sends the slots of the sender, and every rank fills its slots in an order o
 exchange (`prepare` of the naive DP + EP kernels) sends ids, and each rank looks up its slots. An id
 is a hash of an adapter's name and path, since numbers are given out by each API server. The table
 of a rank's slots is a device tensor, updated in place as a slot is filled: a captured graph reads
-it. A rank without requests runs dummy batches while others have some, with as many dummy adapters as
-there are slots, and then removes all its adapters, but leaves their factors in the slots: so they
-stay in the table, an adapter goes back to its slot, or to one that has none, and dummies are not
-copied to slots with an adapter's factors, which serve other ranks' tokens in the same step.
+it. A rank without requests runs dummy batches while others have some, with as many dummy adapters
+as there are slots, and then removes all its adapters, but leaves their factors in the slots: so
+they stay in the table, and an adapter goes back to its slot, or to one that has none. Dummies are
+not copied to slots with an adapter's factors, which serve other ranks' tokens in the same step.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
 them on the device, and its log says so when it next fills a slot.
