@@ -112,6 +112,7 @@ class Bench:
             for server, _ in servers:
                 end = "stopped" if server.process.poll() is None else "ended"
                 self.stages.append(server.stop(end))
+            self.write()
 
     def start(self, name, made, port, together):
         """A server that starts, and how its loads find it."""
@@ -212,7 +213,6 @@ def main(argv=None):
         together = [args.engines] if args.at_once else [[name] for name in args.engines]
         for names in together if made else ():
             bench.serve(names, made)
-            bench.write()
     for row in bench.rows:
         print(*(f"{key} {value}" for key, value in row.items() if key != "topic"), sep=" | ")
     return 0 if all(stage["end"] in ("ok", "stopped") for stage in bench.stages) else 1

@@ -102,14 +102,11 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     tables = [slots_of(punica, self.lora_slots) for punica in every]
     if model is None or not tables:
         return activate(self, lora_id)
-    number = getattr(model, "_moelora_id", None)
-    dummy = number is None
-    if dummy:
-        number = NONE - lora_id
+    number: int = getattr(model, "_moelora_id", NONE - lora_id)
     there = self.lora_index_to_id
     free = [slot for slot, held in enumerate(there) if held is None]
     best = tables[0].best(number, free)
-    if dummy and best is None and free and lora_id not in self._active_adapters:
+    if number < NONE and best is None and free and lora_id not in self._active_adapters:
         self._active_adapters[lora_id], there[free[0]] = None, lora_id  # in name only
         return True
     others = [slot for slot in free if best is not None and slot != best]
