@@ -5,7 +5,6 @@ address, and steps when they do. `start` starts the command again in every rank.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,17 +17,16 @@ RANK, SIZE, STORE = "VLLM_DP_RANK", "VLLM_DP_SIZE", "MOELORA_RANKS_STORE"
 
 def start(module, words, size):
     """Runs the module in every rank; the first exit status that is not 0, once one ends badly."""
-    with socket.socket() as s, tempfile.TemporaryDirectory() as folder:
-        s.bind(("127.0.0.1", 0))
+    with tempfile.TemporaryDirectory() as folder:
         told = {
             SIZE: str(size),
             "VLLM_DP_MASTER_IP": "127.0.0.1",
-            "VLLM_DP_MASTER_PORT": str(s.getsockname()[1]),
+            # Below the ports that a system gives out; vLLM takes the next ones, too.
+            "VLLM_DP_MASTER_PORT": str(20000 + 16 * (os.getpid() % 600)),
             STORE: os.path.join(folder, "store"),  # a file: no other process can take it
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the engine of a rank steps with the others
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # takes functions to it
         }
-        s.close()
         command = [sys.executable, "-m", module, *words]
         ranks = [{RANK: str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(size)]
         running = [subprocess.Popen(command, env=os.environ | told | rank) for rank in ranks]
