@@ -53,6 +53,7 @@ MADE = {
     "decode_ratios": (None, serving.decode_ratios),
     "output_differences": (None, engines.output_differences),
     "reference_distances": (None, engines.reference_distances),
+    "parallel_modes": (None, engines.parallel_modes),
     "engine_bits": ("e2e-invariance", engines.engine_bits),
     "training_peers": ("training", training.training_peers),
     "training_peers_64": ("training-64", lambda: training.training_peers("training-64")),

@@ -1,7 +1,8 @@
 """Tables and sentences of engines: vLLM and SGLang, with and without moelora."""
 
-from benchmarks.tables.files import load, rows_of
-from benchmarks.tables.text import markdown, span, wrapped
+from benchmarks.tables.files import load, path_of, rows_of
+from benchmarks.tables.serving import Run
+from benchmarks.tables.text import markdown, span, thousands, wrapped
 
 
 def release(engine, topic):
@@ -17,10 +18,13 @@ WITH_REFERENCE = (
     ("SGLang", "FP8", "e2e-answers-sglang-fp8", "moelora, v2", "sglang, v2"),
     ("SGLang", "NVFP4", "e2e-answers-sglang-marlin", "moelora, marlin", "sglang, marlin"),
 )
-SHARDED = tuple(
-    ("vLLM", f"bf16, four GPUs, {way}", "e2e-answers-parallel-4", f"moelora {way}", f"vllm {way}")
-    for way in ("tensor", "expert", "fully sharded")
-)
+PARALLEL = {  # ways of benchmarks.vllm_parallel: how vLLM is told, topic of its servers
+    "tensor": ("--tensor-parallel-size", "parallel-tensor-2"),
+    "expert": ("--tensor-parallel-size, --enable-expert-parallel", "parallel-expert-2"),
+    "fully sharded": ("--tensor-parallel-size, --fully-sharded-loras", None),
+    "data and expert": ("--data-parallel-size, --enable-expert-parallel", "parallel-data-2"),
+}
+UNTRIED = "untried"
 
 
 def output_differences():
@@ -52,7 +56,7 @@ def reference_distances():
     """Medians of the base model and of each adapter: distances to the model in float32 with merged
     adapters, and how far each adapter moves what an engine answers."""
     said = []
-    for engine, form, topic, ours, theirs in (*WITH_REFERENCE, *SHARDED):
+    for engine, form, topic, ours, theirs in WITH_REFERENCE:
         rows = rows_of(topic)
         distances = [row for row in rows if row["topic"] == "distance" and ours in row]
         spans = (span([row[run] for row in distances], 3) for run in (ours, theirs))
@@ -60,6 +64,43 @@ def reference_distances():
         said.append([f"{release(engine, topic)}, {form}", *spans, span(moved, 1)])
     titles = ["engine, experts", "with moelora", "the engine's own kernels", "without the adapter"]
     return markdown(titles, said)
+
+
+def parallel_modes():
+    """For each way that GPUs share a model: answers, bits and speeds, or that they are untried. Of
+    two cells joined by a slash the first is moelora's."""
+    said = []
+    for way, (options, speeds) in PARALLEL.items():
+        names = [f"{engine} {way}" for engine in ("moelora", "vllm")]
+        for topic in ("e2e-answers-parallel-2", "e2e-answers-parallel-4"):
+            rows = rows_of(topic)
+            far = [row for row in rows if row["topic"] == "distance" and names[0] in row]
+            if far:
+                break
+        cells = [topic[-1] if far else "", *(parallel_answers(rows, far, names) if far else [])]
+        cells += [UNTRIED] * (4 - len(cells))
+        run = Run(speeds, "vllm") if speeds and path_of(speeds) else None
+        for name in ("prefill", "decode_64"):
+            rates = run.rate(name) if run else ()
+            cells.append(" / ".join(cell or "-" for cell in thousands(*rates)) or UNTRIED)
+        said.append([f"`{options}`", *cells])
+    titles = ["options", "GPUs", "from float32", "mixed and alone differ by"]
+    titles += ["rows of layers with other bits", "prefill", "decode of 64"]
+    return markdown(titles, said)
+
+
+def parallel_answers(rows, far, names):
+    """Cells of a way: distances from float32, differences of a request mixed and alone, and rows
+    with other bits, each of both engines."""
+    mixed, bits = [], []
+    for name in names:
+        compared = [r for r in rows if r.get("compared") == f"{name}: mixed, each alone"]
+        middle = [r["prompt_median"] for r in compared if r["topic"] == "answers"]
+        mixed.append(span(middle, 3) if middle else "-")
+        found = [r for r in rows if r["topic"] == "bits" and r["run"] == f"{name}, eager"]
+        bits += [f"{r['differing']} of {r['matched']}" for r in found if r.get("matched")]
+    distance = " / ".join(span([row[name] for row in far], 3) for name in names)
+    return [distance, " / ".join(mixed), " / ".join(bits) or UNTRIED]
 
 
 def engine_bits():

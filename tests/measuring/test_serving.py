@@ -82,6 +82,24 @@ def test_each_engine_runs_each_load_alone(run, tmp_path, monkeypatch):
     assert "| vllm + moelora | load_8 | 4 |" in tables.section("serving_all")
 
 
+def test_servers_that_are_up_together_take_turns(run):
+    words = ("--layers", "1", "--at-once", "--workloads", "warm_up,decode_64")
+    both = ("vllm + moelora", "vllm without LoRA")
+    written = run("--model", "micro", *words, "--engines", ",".join(both), "--server-args", "--x")
+    rows = written["cases"]
+    assert [(r["engine"], r["workload"], r["adapters"]) for r in rows] == [
+        (name, load, 4 * (name == both[0])) for load in ("warm_up", "decode_64") for name in both
+    ] + [(both[0], "decode_64", 0)]
+    assert all("served" not in row for row in rows) and rows[0]["lora_enabled"]
+    assert [stage["end"] for stage in written["meta"]["stages"]] == [
+        "ok",
+        "ok",
+        "stopped",
+        "stopped",
+    ]
+    assert written["meta"]["server_args"] == ["--x"]
+
+
 def test_a_server_that_somebody_else_started(run):
     words = ("--url", "http://127.0.0.1:1", "--engines", "mine", "--served-model", "law")
     rows = run(*words, "--lora-modules", "a,b", "--workloads", "load_8")["cases"]
