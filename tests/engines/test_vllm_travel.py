@@ -9,7 +9,7 @@ import travel_cases
 from ranks import ON_CPUS, run_ranks
 from test_vllm_update import given
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LLM, LoRAModel, Worker
+from vllm_stand_in_lora import LLM, LoRARequest, Worker
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -94,16 +94,18 @@ def test_a_rank_without_requests_keeps_factors_for_the_tokens_of_others(travel):
     law, code = ids(travel, requests, "law", "code")
     kept = [Worker.products(worker, slot) for slot in (0, 1)]
     for _ in range(3):
+        outer._cached_dummy_lora = None
         for number in range(1, inner.lora_slots + 1):  # as of adapters, which come first
-            if number not in outer.list_adapters():
-                inner.add_adapter(LoRAModel(number, 8, {}))
+            outer.add_dummy_lora(LoRARequest(f"warmup_{number}", number, "nowhere"), 8)
             inner.activate_adapter(number)
+        outer._cached_dummy_lora = False
         assert None not in inner.lora_index_to_id
         assert slots.here[:2] == [law, code] and slots.here[2] < travel.NONE
         for slot, products in enumerate(kept):
             for name, product in Worker.products(worker, slot).items():
                 assert torch.equal(product, products[name]) and product.any()
         inner.remove_all_adapters()
+    assert outer.dummies == 1, "later ones are clones"
     outer.add_adapter(requests["code"])
     assert inner.lora_index_to_id == [None, requests["code"].lora_int_id, None]
 

@@ -240,7 +240,10 @@ TRAVEL = Interface(
             ),
         },
         "vllm.lora.model_manager": {"LoRAModelManager.activate_adapter": "self lora_id"},
-        "vllm.lora.worker_manager": {"WorkerLoRAManager._load_adapter": "self lora_request"},
+        "vllm.lora.worker_manager": {
+            "WorkerLoRAManager._load_adapter": "self lora_request",
+            "WorkerLoRAManager.add_dummy_lora": "self lora_request rank",
+        },
     },
     fields={
         f"{_MOE}.experts.lora_context": {

@@ -29,7 +29,7 @@ from moelora.integrations.vllm import say_once, wrap
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
-_NAME = "_moelora_slots"
+_NAME, _DUMMY = "_moelora_slots", "_moelora_dummy"
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
 
 
@@ -85,6 +85,7 @@ def install() -> None:
     wrap(naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular, "prepare", _sending_ids)
     wrap(LoRAModelManager, "activate_adapter", _noting_slot)
     wrap(WorkerLoRAManager, "_load_adapter", _noting_id)
+    wrap(WorkerLoRAManager, "add_dummy_lora", _keeping_dummy)
 
 
 def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
@@ -92,6 +93,20 @@ def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -
     model = load_adapter(self, lora_request)
     model._moelora_id = global_id(lora_request.lora_name, lora_request.lora_path)
     return model
+
+
+def _keeping_dummy(
+    add_dummy_lora: Callable[..., bool], self: Any, lora_request: Any, rank: int
+) -> bool:
+    """`add_dummy_lora`, which clones the first dummy of a batch for the others: here that of the
+    batch before, so that steps without requests make and pin none."""
+    first = getattr(self, _DUMMY, None)
+    if is_on and first is not None and first.rank == rank and self._cached_dummy_lora is None:
+        self._cached_dummy_lora = first
+    done = add_dummy_lora(self, lora_request, rank)
+    if is_on and self._cached_dummy_lora:
+        setattr(self, _DUMMY, self._cached_dummy_lora)
+    return done
 
 
 def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
