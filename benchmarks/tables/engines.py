@@ -95,12 +95,14 @@ def parallel_answers(rows, far, names):
     mixed, bits = [], []
     for name in names:
         compared = [r for r in rows if r.get("compared") == f"{name}: mixed, each alone"]
-        middle = [r["prompt_median"] for r in compared if r["topic"] == "answers"]
-        mixed.append(span(middle, 3) if middle else "-")
+        compared = [r for r in compared if r["topic"] == "answers"]
+        equal = all(r["prompt_max"] == 0 and r["same_tokens"] == r["requests"] for r in compared)
+        middle = span([r["prompt_median"] for r in compared], 3) if compared else "-"
+        mixed.append("nothing" if compared and equal else middle)
         found = [r for r in rows if r["topic"] == "bits" and r["run"] == f"{name}, eager"]
         bits += [f"{r['differing']} of {r['matched']}" for r in found if r.get("matched")]
     distance = " / ".join(span([row[name] for row in far], 3) for name in names)
-    return [distance, " / ".join(mixed), " / ".join(bits) or UNTRIED]
+    return [distance, " / ".join(mixed), " / ".join(bits) or "-"]
 
 
 def engine_bits():

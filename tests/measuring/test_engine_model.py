@@ -60,6 +60,7 @@ def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys,
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-3:]]
     found = {row["who"]: row["median"] for row in rows}
     assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
+    assert engine_reference.main([*words, "--tol", "inf"]) == 0, "any distance is reported"
     assert all(row["ok"] == (not wrong) for row in rows)
 
 
