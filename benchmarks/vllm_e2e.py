@@ -72,6 +72,8 @@ class Bench(jobs.Bench):
             layers = ", ".join(sorted(set(run["layers"])))
             served = layers in OURS and OWN_PATH not in job.log.read_text(errors="replace")
             row = {"topic": "layers", "run": name, "experts": layers, "served": served}
+            if len(set(map(tuple, run["slots"]))) > 1:  # of ranks
+                row["slots"] = run["slots"]
             self.checks.append(row | {"ok": served == ours})
         self.write()
 

@@ -58,6 +58,8 @@ def test_every_way_of_several_gpus_is_held_against_one(run):
     ways = ("fully sharded", "data and expert")
     assert {f"moelora {way}, moelora single" for way in ways} < compared
     assert all(row["ok"] for row in topics(written, "answers"))
+    slots = {row["run"]: row["slots"] for row in topics(written, "layers") if "slots" in row}
+    assert len(slots) == 4 and all(s == [[1, 2, 3, 4], [4, 3, 2, 1]] for s in slots.values())
     found = {row["run"]: row["matched"] for row in topics(written, "bits")}
     assert found == {"moelora data and expert, eager": 5, "vllm data and expert, eager": 5}
 

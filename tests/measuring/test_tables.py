@@ -1,6 +1,7 @@
 """Tables of the pages, and result files that this tree can repeat."""
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -64,3 +65,29 @@ def test_a_table_has_its_commits_and_dates(name):
     text = tables.section(name)
     said = re.search(r"\b[0-9a-f]{7,12}, 20\d\d-\d\d-\d\d", text)
     assert said or tables.files.AWAITED in text
+
+
+def test_ways_of_several_gpus_are_filled_from_their_files(tmp_path, monkeypatch):
+    """The two engines of a way in a file of answers, and three in one of servers."""
+    ours, theirs = runs = ("moelora data and expert", "vllm data and expert")
+    same = {"topic": "answers", "requests": 6, "same_tokens": 6}
+    answers = [{"topic": "distance", ours: far, theirs: 40 * far} for far in (0.04, 0.05)]
+    for run, off in zip(runs, (0.0, 1.9), strict=True):
+        row = {"compared": f"{run}: mixed, each alone", "prompt_median": off, "prompt_max": off}
+        answers.append(same | row)
+        bits = {"topic": "bits", "run": f"{run}, eager", "matched": 9}
+        answers.append(bits | {"differing": 7 * (run == theirs)})
+    load = {"workload": "decode_64", "concurrency": 64, "median_tpot_ms": 32.0}
+    names = [("vllm without LoRA", 0), ("vllm + moelora", 4)]  # the third was not reached
+    servers = [load | {"engine": name, "adapters": adapters} for name, adapters in names]
+    meta = {"vllm": "0.33.0", "format": "bf16", "model": "micro", "device": "NVIDIA H200"}
+    meta |= {"commit": "abcdef12", "date": "2026-11-29"}
+    for topic, cases in (("e2e-answers-parallel-2", answers), ("parallel-data-2", servers)):
+        path = tmp_path / f"benchmarks/results/h200-{topic}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"meta": meta, "cases": cases}))
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    *_, sharded, data = tables.MADE["parallel_modes"][1]().splitlines()
+    cells = ["2", "0.040 to 0.050 / 1.600 to 2.000", "nothing / 1.900 to 1.900", "0 of 9 / 7 of 9"]
+    assert data.split(" | ")[1:] == [*cells, "- / - / -", "2,000 / - / 2,000 |"]
+    assert sharded.count("untried") == 5
