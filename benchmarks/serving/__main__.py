@@ -148,14 +148,18 @@ class Bench:
             where=self.args.work,
         )
         url = f"http://127.0.0.1:{port}"
-        target = {"name": name, "url": url, "model": made["base"], "adapters": list(adapters)}
+        asked = engine.get("adapter", "{adapter}")
+        asked = [asked.format(model=made["base"], adapter=key) for key in adapters]
+        target = {"name": name, "url": url, "model": made["base"], "adapters": asked}
         return server, target | {"fields": pool}
 
     def up(self, server, target):
         """A target once its server answers; None if it does not."""
         if not is_up(f"{target['url']}/health", server, self.args.start_s):
             return None
-        fields = target["fields"] | {"start_s": round(time.monotonic() - server.start, 1)}
+        fields = target["fields"]
+        if not self.args.at_once:
+            fields["start_s"] = round(time.monotonic() - server.start, 1)
         log = server.log.read_text(errors="replace")
         if (line := self.args.known[target["name"]].get("log")) and line not in log:
             fields["served"] = "moelora's line is not in the server's log"
@@ -188,6 +192,7 @@ class Bench:
         """Empty folders, so that a server compiles as on a fresh machine."""
         folder = self.args.work / "caches" / name.replace(" ", "-")
         variables = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        variables += ("SGLANG_JIT_CACHE_DIR",)
         return {variable: str(folder / variable.lower()) for variable in variables}
 
     def write(self):

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200), self.end_headers()
-print("moelora: version" if os.environ["MOELORA_VLLM"] == "1" else "", sys.argv, flush=True)
+print("moelora: version" if os.environ.get("MOELORA_VLLM") == "1" else "", sys.argv, flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 """
 BENCH = """
@@ -32,6 +32,7 @@ def add_cli_args(parser):
     parser.add_argument("--goodput", nargs="+")
     parser.add_argument("--lora-modules", nargs="+")
 async def main_async(args):
+    print(args.base_url, args.lora_modules)
     return {"completed": int(args.num_prompts), "failed": 0, "median_ttft_ms": 1.23456,
             "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3,
             "duration": (args.lora_modules or []).count("a0-r4")}
@@ -45,6 +46,8 @@ def run(tmp_path, monkeypatch):
         "vllm/__init__.py": "",
         "vllm/entrypoints/cli/main.py": SERVER,
         "vllm/benchmarks/serve.py": BENCH,
+        "sglang/__init__.py": "",
+        "sglang/launch_server.py": SERVER,
     }.items():
         path = tmp_path / "site" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +101,19 @@ def test_servers_that_are_up_together_take_turns(run):
         "stopped",
     ]
     assert written["meta"]["server_args"] == ["--x"]
+
+
+def test_servers_of_sglang_started_together(run, tmp_path):
+    """Requests call an adapter `model:adapter`: under another name SGLang runs the base model."""
+    words = ("--model", "micro", "--ranks", "4", "--workloads", "decode_1", "--at-once")
+    written = run(*words, "--engines", "sglang + moelora,sglang without LoRA")
+    rows = [(row["engine"], row["adapters"], "start_s" in row) for row in written["cases"]]
+    ours = "sglang + moelora"
+    assert rows == [(ours, 4, False), ("sglang without LoRA", 0, False), (ours, 0, False)]
+    said = (tmp_path / "benchmarks/results/h100-serving.log").read_text()
+    base = tmp_path / "work/model/base"
+    assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in said
+    assert "http://127.0.0.1:8101 None" in said
 
 
 def test_a_server_that_somebody_else_started(run):
