@@ -3,9 +3,11 @@
     python -m benchmarks.sglang_e2e --out ...-e2e-answers-sglang.json
     python -m benchmarks.sglang_e2e --format fp8 --out ...-e2e-answers-sglang-fp8.json
     python -m benchmarks.sglang_e2e --format modelopt --checked "sglang, marlin" --out ...
+    python -m benchmarks.sglang_e2e --alone --out ...  # one server: mixed batches and each alone
 
-Two servers over a model of random weights with four PEFT adapters of ranks 16 and 64, asked over
-HTTP: SGLang with its own MoE LoRA, and with moelora, which it finds by its entry point as after
+Two servers with SGLang's defaults (CUDA graphs of prefill and decode, overlapped scheduling, radix
+cache) over a model of random weights with four PEFT adapters of ranks 16 and 64, asked over HTTP:
+SGLang with its own MoE LoRA, and with moelora, which it finds by its entry point as after
 `pip install`. "v2" is its LoRA backend `triton_v2` with `lora_triton`, "v2 cutedsl" the same with
 `lora_cutedsl`, which needs nvidia-cutlass-dsl, and "marlin" with `lora_marlin`, which SGLang has
 only for NVFP4 of ModelOpt (`--format modelopt`) and which is its only one for that. The model has
@@ -25,17 +27,11 @@ import urllib.request
 
 from benchmarks.engines import jobs
 from benchmarks.engines.answers import check, compare_batches, compare_engines, judge, same_by
-from benchmarks.options import numbers
 from moelora.integrations.sglang import SWITCH
 
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
-COMMON = (
-    *("--skip-tokenizer-init", "--disable-radix-cache", "--chunked-prefill-size", "8192"),
-    *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.85", "--max-total-tokens", "65536"),
-    "--disable-prefill-cuda-graph",
-)
+# Servers share a GPU with others, and are given tokens.
+COMMON = ("--skip-tokenizer-init", "--max-total-tokens", "65536")
 V2 = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 SERVERS = {  # {name: (its flags, whether moelora is on)}
     "sglang, v2": ((*V2, "lora_triton"), False),
@@ -97,8 +93,11 @@ class Bench(jobs.Bench):
     def answers(self):
         if model := self.model("tiny", dense=True):
             names = self.checked()
-            self.servers(names, model)
-            self.hold(names, model)
+            if self.args.alone:
+                self.servers(names[1:], model)
+            else:
+                self.servers(names, model)
+                self.hold(names, model)
 
     def servers(self, names, model):
         """Start one server after the other, and ask it."""
@@ -131,9 +130,7 @@ class Bench(jobs.Bench):
 
     def common(self):
         """The options of every server."""
-        most = max(self.args.sequences)
-        sizes = ("--max-running-requests", most, "--cuda-graph-bs-decode", *self.args.sequences)
-        return [*COMMON, *map(str, sizes)]
+        return [*COMMON, *self.args.server_args]
 
     def checked(self):
         """The server that answers are compared with, and moelora's."""
@@ -156,12 +153,13 @@ class Bench(jobs.Bench):
 
 def main(argv=None):
     p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240)
-    for option in ("--only", "--at-once"):  # of commands of files: answers, of one at a time
+    for option in ("--only", "--at-once", "--sequences"):  # of commands of files
         p.add_argument(option, help=argparse.SUPPRESS)
     p.add_argument("--format", choices=("fp8", "modelopt"), help="of experts; needs triton_v2")
     p.add_argument("--port", type=int, default=30211)
-    p.add_argument("--sequences", type=numbers, default=[64], help="that run at a time, at most")
+    p.add_argument("--alone", action="store_true", help="moelora's server, compared with itself")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
+    p.add_argument("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
     bench = Bench(p.parse_args(argv))
     bench.answers()
     return bench.report()

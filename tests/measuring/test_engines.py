@@ -95,9 +95,12 @@ def test_servers_of_sglang(run):
 
 def test_a_layer_that_fell_back_is_found(run, monkeypatch):
     monkeypatch.setenv("SAY", "moelora: no reason; SGLang's own path runs")
-    code, written, _ = run(sglang_e2e, "--port", 30445)
+    code, written, _ = run(sglang_e2e, "--port", 30445, "--alone")
     assert code == 1
-    assert {row["run"]: row["ok"] for row in topics(written, "layers")}["moelora, v2"] is False
+    assert {row["run"]: row["ok"] for row in topics(written, "layers")} == {"moelora, v2": False}
+    assert {row["compared"] for row in topics(written, "answers")} == {
+        "moelora, v2: mixed, each alone"
+    }
 
 
 def test_no_stage_starts_after_the_budget(run):

@@ -18,7 +18,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200), self.end_headers()
-print("moelora: version" if os.environ.get("MOELORA_VLLM") == "1" else "", sys.argv, flush=True)
+ours = "1" in (os.environ.get("MOELORA_VLLM"), os.environ.get("MOELORA_SGLANG"))
+print("moelora: version" if ours else "", sys.argv, flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 """
 BENCH = """
@@ -110,6 +111,7 @@ def test_servers_of_sglang_started_together(run, tmp_path):
     rows = [(row["engine"], row["adapters"], "start_s" in row) for row in written["cases"]]
     ours = "sglang + moelora"
     assert rows == [(ours, 4, False), ("sglang without LoRA", 0, False), (ours, 0, False)]
+    assert all("served" not in row for row in written["cases"])
     said = (tmp_path / "benchmarks/results/h100-serving.log").read_text()
     base = tmp_path / "work/model/base"
     assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in said
