@@ -209,14 +209,20 @@ def test_other_layers_run_sglangs_own_path(reason, sglang, warned):
         moelora_sglang.MoeLoraRunner.from_layer(base_layer, is_shared_outer=False, physical_rank=16)
 
 
+@BACKENDS
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_legacy_batch_without_adapters(graph, sglang):
-    """Runs the experts alone, but for graphs, which are replayed with adapters."""
+def test_a_batch_without_adapters(graph, backend, sglang, monkeypatch):
+    """Runs the experts alone, but for graphs that are replayed with adapters."""
     p = Spec(tokens=9, scalings=False).build()
-    layer = sglang.layer(make_base_layer(p), name="triton", use_cuda_graph=graph)
-    info = make_info(make_batch(p), p.lora_ranks, has_active_lora=False)
-    out = run_layer(layer, p, info).hidden_states
-    without = layer._lora_runner.layer.experts(dispatched(p), None, None).hidden_states
+    monkeypatch.setattr("sglang.srt.lora.utils.capturing_lora_graph", lambda: graph)
+    said = {"use_cuda_graph": graph, "has_active_lora": False}
+    layer = sglang.layer(make_base_layer(p), name=backend, **said)
+    batch = make_batch(p)
+    if backend != "triton_v2":
+        batch = make_info(batch, p.lora_ranks, has_active_lora=False)
+    out = run_layer(layer, p, batch).hidden_states
+    runner = getattr(runner_of(layer), "layer", runner_of(layer))
+    without = runner.experts(dispatched(p), None, None).hidden_states
     assert torch.equal(out, without) is not graph
 
 

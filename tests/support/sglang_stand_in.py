@@ -195,6 +195,7 @@ def contents(hook_registry) -> dict[str, dict[str, object]]:
         "layers.moe.moe_runner.runner": {"MoeRunner": MoeRunner},
         "lora.backend.base_backend": {"BaseLoRABackend": BaseLoRABackend},
         "lora.lora_moe_runners": {"LoRAInfo": LoRAInfo},
+        "lora.utils": {"capturing_lora_graph": lambda: False},
         "lora.layers": {"FusedMoEWithLoRA": make_layer()},
         "lora.moe.runner": {"MoeLoraRunner": make_runner(), "MoeLoraBatch": MoeLoraBatch},
         "runtime_context": {"LoRABatchLayout": LoRABatchLayout},
@@ -241,13 +242,13 @@ def make_base_layer(p, **config):
     )
 
 
-def make_lora_backend(lora_ranks=None, name="triton_v2", runner="triton", use_cuda_graph=False):
+def make_lora_backend(
+    lora_ranks=None, name="triton_v2", runner="triton", use_cuda_graph=False, has_active_lora=True
+):
     """Of the tokens of all ranks it knows the slots' ranks, of those of this one other ones."""
     local = SimpleNamespace(lora_ranks="not these", use_cuda_graph=use_cuda_graph)
-    infos = {
-        LoRABatchLayout.TP_GLOBAL: SimpleNamespace(lora_ranks=lora_ranks),
-        LoRABatchLayout.DP_LOCAL: local,
-    }
+    whole = SimpleNamespace(lora_ranks=lora_ranks, has_active_lora=has_active_lora)
+    infos = {LoRABatchLayout.TP_GLOBAL: whole, LoRABatchLayout.DP_LOCAL: local}
     return SimpleNamespace(name=name, runner=runner, batch_info=local, get_batch_info=infos.get)
 
 

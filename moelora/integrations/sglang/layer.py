@@ -154,8 +154,9 @@ class MoeLoraRunner:
 
     def run(self, dispatch_output: Any, batch: Any) -> Any:
         """The layer between dispatch and combine."""
+        adapters = (batch, self.true_ranks()) if self.has_adapters() else (None, None)
         try:
-            return self.experts(dispatch_output, batch, self.true_ranks())
+            return self.experts(dispatch_output, *adapters)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
             if self.run_own is None or self.tiles:
                 raise
@@ -189,7 +190,23 @@ class MoeLoraRunner:
         return StandardCombineInput(hidden_states=out)
 
     def true_ranks(self) -> Tensor | None:
-        """True rank of each slot, (L,) int32; None if unknown.
+        """True rank of each slot, (L,) int32; None if unknown."""
+        info = self.batch_info()
+        return info and info.lora_ranks
+
+    def has_adapters(self) -> bool:
+        """Whether tokens may have adapters: in this batch, or when a graph that is captured now is
+        replayed. SGLang captures decodes twice, for batches with adapters and without."""
+        if getattr(self.batch_info(), "has_active_lora", True):
+            return True
+        try:
+            from sglang.srt.lora.utils import capturing_lora_graph
+        except ImportError:
+            return True
+        return bool(capturing_lora_graph())
+
+    def batch_info(self) -> Any:
+        """What SGLang's LoRA backend knows of the batch; None if there is no backend.
 
         With data-parallel attention, experts process the tokens of all ranks, and the batch with
         their adapters is not that of this rank's tokens.
@@ -199,10 +216,8 @@ class MoeLoraRunner:
         try:
             from sglang.srt.runtime_context import LoRABatchLayout
         except ImportError:
-            info = self.lora_backend.batch_info
-        else:
-            info = self.lora_backend.get_batch_info(LoRABatchLayout.TP_GLOBAL)
-        return info and info.lora_ranks
+            return self.lora_backend.batch_info
+        return self.lora_backend.get_batch_info(LoRABatchLayout.TP_GLOBAL)
 
 
 def reason_against(base_layer: Any) -> str | None:
