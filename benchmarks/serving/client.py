@@ -7,6 +7,7 @@ Writes a line of JSON for each load as soon as it is measured.
 
 import argparse
 import asyncio
+import functools
 import json
 import pathlib
 import sys
@@ -78,6 +79,9 @@ def measure(target, name, load, adapters, seed, slo):
 
 
 def main():
+    from vllm.benchmarks import serve
+
+    serve.get_tokenizer = functools.cache(serve.get_tokenizer)  # each load asks for the same
     job, out = json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2])
     with out.open("a") as file:
         for seed, (name, i, adapters) in enumerate(job["runs"]):
