@@ -19,7 +19,6 @@ ENGINES, GROUPS = (
 )
 # Rows without adapters of an engine that has them: what LoRA costs who does not use it.
 WITHOUT_ADAPTERS = ("prefill", "decode_1", "decode_64")
-PORT = 8100
 
 
 def parse(argv=None):
@@ -43,6 +42,7 @@ def parse(argv=None):
     add("--served-model", help="of --url: the name of its model, a folder or Hub name")
     add("--at-once", action="store_true", help="servers are up together, and take turns in loads")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
+    add("--port", type=int, default=8100, help="of the first server (default: %(default)s)")
     add("--start-s", type=float, default=400, help="until a server answers")
     add("--load-s", type=float, default=300, help="of all loads of a server")
     add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"))
@@ -103,7 +103,11 @@ class Bench:
 
     def serve(self, names, made):
         """Start servers, run their loads, stop them."""
-        servers = [self.start(name, made, PORT + i, len(names)) for i, name in enumerate(names)]
+        ports = range(self.args.port, self.args.port + len(names))
+        servers = [
+            self.start(name, made, port, len(names))
+            for name, port in zip(names, ports, strict=True)
+        ]
         try:
             up = [fields for server in servers if (fields := self.up(*server))]
             if up:
