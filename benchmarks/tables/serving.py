@@ -28,7 +28,8 @@ RATES = {
 
 def experts(meta):
     form = meta["format"] if meta["format"] == "bf16" else meta["format"].upper()
-    return f"{form}, {MODELS.get(meta['model'], meta['model'])}"
+    depth = f", {meta['layers']} of its layers" if meta.get("layers") else ""
+    return f"{form}, {MODELS.get(meta['model'], meta['model'])}{depth}"
 
 
 class Run:

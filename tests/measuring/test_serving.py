@@ -105,10 +105,10 @@ def test_servers_that_are_up_together_take_turns(run):
     assert written["meta"]["server_args"] == ["--x"]
 
 
-def test_servers_of_sglang_started_together(run, tmp_path):
+def test_servers_of_sglang_started_together(run, tmp_path, monkeypatch):
     """Requests call an adapter `model:adapter`: under another name SGLang runs the base model."""
-    words = ("--model", "micro", "--ranks", "4", "--workloads", "decode_1", "--at-once")
-    written = run(*words, "--engines", "sglang + moelora,sglang without LoRA")
+    words = ("--model", "micro", "--layers", "1", "--ranks", "4", "--workloads", "decode_64")
+    written = run(*words, "--at-once", "--engines", "sglang + moelora,sglang without LoRA")
     rows = [(row["engine"], row["adapters"], "start_s" in row) for row in written["cases"]]
     ours = "sglang + moelora"
     assert rows == [(ours, 4, False), ("sglang without LoRA", 0, False), (ours, 0, False)]
@@ -117,6 +117,8 @@ def test_servers_of_sglang_started_together(run, tmp_path):
     base = tmp_path / "work/model/base"
     assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in said
     assert "http://127.0.0.1:8101 None" in said
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    assert "| bf16, micro, 1 of its layers | decode of 64 |" in tables.section("serving_rates")
 
 
 def test_a_server_that_somebody_else_started(run):
