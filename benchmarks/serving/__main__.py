@@ -131,6 +131,7 @@ class Bench:
             "{port}": [str(port)],
             "{load}": [] if made["weights"] else ["--load-format", "dummy"],
             "{slots}": [str(pool.get("max_loras"))],
+            "{slots+1}": [str(pool.get("max_loras", 0) + 1)],
             "{host}": [str(pool.get("max_cpu_loras"))],
             "{rank}": [str(max(self.args.ranks))],
             "{modules}": [f"{key}={folder}" for key, folder in adapters.items()],

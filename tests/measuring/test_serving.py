@@ -117,6 +117,7 @@ def test_servers_of_sglang_started_together(run, tmp_path, monkeypatch):
     base = tmp_path / "work/model/base"
     assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in said
     assert "http://127.0.0.1:8101 None" in said
+    assert "'--max-loras-per-batch', '5'" in said, "one slot is the base model's"
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     assert "| bf16, micro, 1 of its layers | decode of 64 |" in tables.section("serving_rates")
 
