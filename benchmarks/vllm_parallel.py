@@ -7,7 +7,8 @@ adapters sharded or not) or have whole ones each (expert parallel), also where e
 of its own (data parallel), and its slots filled in another order. Answers of every engine are
 compared with those of moelora on one GPU, and with transformers in float32 with merged adapters;
 rows of MoE layers of data-parallel ranks in a mixed batch with those of each request alone, bit for
-bit. With `--at-once` so many engines share the GPUs.
+bit. With `--at-once` so many engines share the GPUs. They capture graphs of decode, and do not
+compile the model.
 """
 
 import argparse
@@ -46,10 +47,11 @@ class Parallel(Bench):
                 if by == DATA:
                     name, words, _ = runs[-1]
                     runs.append((f"{name}{BITS}", (*words, "--bits"), {}))
-        many, memory = self.args.at_once, ("--gib", 2) if self.args.at_once > 1 else ()
+        many, more = self.args.at_once, ["--graphs"]
+        more += ["--gib", 2] if many > 1 else []
         for first in range(0, len(runs), many):
             jobs = {
-                name: self.started(name, model, *words, *memory, **environment)
+                name: self.started(name, model, *words, *more, **environment)
                 for name, words, environment in runs[first : first + many]
             }
             for name, job in jobs.items():

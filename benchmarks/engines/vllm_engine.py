@@ -4,8 +4,8 @@
 
 Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
 the layers is decided by its environment (`MOELORA_VLLM`), as in production. vLLM compiles the model
-and captures graphs as it does by default. The result file is written after each part, so that what
-was measured survives what comes after it.
+and captures graphs as it does by default; with `--graphs` it captures those of decode alone. The
+result file is written after each part, so that what was measured survives what comes after it.
 
 With `--data-parallel`, ranks share the prompts, and fill their slots in different orders before the
 first one.
@@ -35,6 +35,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+GRAPHS["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 32, 64]
+
 
 def parse(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -42,6 +45,7 @@ def parse(argv=None):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
     p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
+    p.add_argument("--graphs", action="store_true", help="of decode, without compilation")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
     p.add_argument("--expert-parallel", action="store_true")
@@ -60,9 +64,13 @@ class Engine:
         manifest = json.loads((args.model / "manifest.json").read_text())
         folders = [pathlib.Path(f) for f in manifest["adapters"]]
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
-        memory = {"gpu_memory_utilization": 0.6}
+        more = {"gpu_memory_utilization": 0.6}
         if args.gib:
-            memory = {"kv_cache_memory_bytes": int(args.gib * 2**30), "gpu_memory_utilization": 0.1}
+            more = {"kv_cache_memory_bytes": int(args.gib * 2**30), "gpu_memory_utilization": 0.1}
+        if args.bits or args.rows:  # hooks see no replays of graphs
+            more["enforce_eager"] = True
+        elif args.graphs:
+            more["compilation_config"] = GRAPHS
         self.llm = LLM(
             model=manifest["base"],
             skip_tokenizer_init=True,
@@ -81,8 +89,7 @@ class Engine:
             max_cpu_loras=len(folders),
             max_lora_rank=max(ranks),
             fully_sharded_loras=args.fully_sharded,
-            enforce_eager=bool(args.bits or args.rows),  # hooks see no replays of graphs
-            **memory,
+            **more,
         )
         self.ranks = Ranks()
         self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)

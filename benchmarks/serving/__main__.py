@@ -41,6 +41,7 @@ def parse(argv=None):
     add("--lora-modules", type=words, default=[], help="names of adapters of --url")
     add("--served-model", help="of --url: the name of its model, a folder or Hub name")
     add("--at-once", action="store_true", help="servers are up together, and take turns in loads")
+    add("--only-adapters", action="store_true", help="no loads of servers with adapters without")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
     add("--port", type=int, default=8100, help="of the first server (default: %(default)s)")
     add("--start-s", type=float, default=400, help="until a server answers")
@@ -175,7 +176,8 @@ class Bench:
         measured."""
         numbered = list(enumerate(targets))
         runs = [(w, i, t["adapters"]) for w in self.args.workloads for i, t in numbered]
-        without = [w for w in self.args.workloads if w in WITHOUT_ADAPTERS]
+        without = [] if self.args.only_adapters else WITHOUT_ADAPTERS
+        without = [w for w in self.args.workloads if w in without]
         runs += [(w, i, []) for w in without for i, t in numbered if t["adapters"]]
         names = ", ".join(target["name"] for target in targets)
         stem = self.args.work / names.replace(", ", "-").replace(" ", "-")
