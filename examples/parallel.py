@@ -49,6 +49,14 @@ def load(mode: str | None, world: int) -> transformers.PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, **options)
 
 
+def tokens(steps: int = 10, batch: int = 8, length: int = 64, seed: int = 0) -> torch.Tensor:
+    """(steps, batch, length) of a text."""
+    text = training_tokens("charmap")
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length, (steps, batch, 1), generator=generator)
+    return text[starts + torch.arange(length)]
+
+
 def digest(model: torch.nn.Module) -> str:
     """Of all factors that train, whole."""
     total = hashlib.sha256()
@@ -68,19 +76,14 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
         config = LoraConfig(
             r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=TARGETS
         )
+        torch.manual_seed(args.seed)
         model = get_peft_model(base, config)
     moelora_peft.attach(model.train())
     print(f"rank {rank} begins with {digest(model)}\n", end="", flush=True)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, foreach=False
     )
-    text = training_tokens("charmap")
-    starts = torch.randint(
-        len(text) - args.length,
-        (args.steps, args.batch),
-        generator=torch.Generator().manual_seed(args.seed),
-    )
-    batches = text[starts.unsqueeze(-1) + torch.arange(args.length)].to(model.device)
+    batches = tokens(args.steps, args.batch, args.length, args.seed).to(model.device)
     parts = world if world > 1 and (args.mode or "ep") == "ep" else 1
     mine = slice(rank % parts * args.batch // parts, (rank % parts + 1) * args.batch // parts)
     for step, rows in enumerate(batches):
@@ -100,7 +103,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
 def serve(args: argparse.Namespace, rank: int, world: int) -> None:
     model = load(args.mode, world).eval()
     pool = moelora_hf.load_adapters(model, {"trained": args.adapter})
-    text = training_tokens("charmap")[-512:].view(8, 64).to(model.device)
+    text = tokens().flatten(0, 1).to(model.device)
     rows = text[:1, :32].repeat(2, 1)
     names = ["trained", None]
     if world > 1 and (args.mode or "ep") == "ep":
@@ -129,7 +132,9 @@ def main() -> None:
     training.add_argument("--batch", type=int, default=8, help="rows of a step, of all processes")
     training.add_argument("--length", type=int, default=64, help="tokens of a row")
     training.add_argument("--lr", type=float, default=2e-3)
-    training.add_argument("--seed", type=int, default=0, help="of the choice of rows")
+    training.add_argument(
+        "--seed", type=int, default=0, help="of the factors and the choice of rows"
+    )
     serving = commands.add_parser("serve")
     serving.set_defaults(run=serve)
     serving.add_argument("adapter", type=Path, metavar="FOLDER")
