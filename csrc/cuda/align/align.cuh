@@ -419,8 +419,7 @@ static __device__ __forceinline__ void clear_bins(const align_sort &s, const ali
 
 /* Zeroes the caller's buffer in the CTAs after the chunks; 16-byte stores except at its ends. */
 static __device__ __forceinline__ void write_zeros(const align_sort &s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   char *begin = (char *)s.zero, *end = begin + s.zero_bytes;
   char *body = (char *)(((uintptr_t)begin + 15) & ~(uintptr_t)15);
   if (body > end)

@@ -41,8 +41,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
 #pragma unroll 1
   for (uint32_t k = threadIdx.x; k < 2 * words; k += ALIGN_THREADS)
     count[k] = 0;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   __syncthreads();
   for_each_key(s, begin, begin + min(row_items, s.num_items - begin),
                [&](int32_t key) { atomicAdd(count + key, 1); });
@@ -150,8 +149,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   });
   mark_local_experts(s, shared);
   int32_t rank = rank_in_tile(s, shared, in_group, key[0]);
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   sum_table(s, bins, row);
   __syncthreads();
 

@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   int32_t *const begin = memory;               // [experts] first sorted row of the pair
   int32_t *const rows = memory + experts;      // [experts] number of rows of the pair
   int32_t *const block = memory + 2 * experts; // [experts] first block of the pair
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
 
   const int32_t part = blockIdx.x % p.parts;
   const int32_t adapter = p.lists.lora_ids[blockIdx.x / p.parts];

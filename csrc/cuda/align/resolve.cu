@@ -9,8 +9,7 @@ constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1024; // about one wave on the largest GPUs
 
 __global__ void __launch_bounds__(kThreads) resolve(const __grid_constant__ ResolveParams p) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int64_t begin = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   for (int64_t row = begin; p.expert && row < p.from.num_rows; row += step)
     resolve_expert(p, row);

@@ -23,8 +23,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   const uint32_t begin = blockIdx.x * ALIGN_GROUP;
 
   clear_bins(s, bins, shared);
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   int32_t key[BATCH];
   load_keys(s, threadIdx.x, s.num_items, key);
   __syncthreads();

@@ -53,8 +53,7 @@ static __global__ void __launch_bounds__(THREADS)
   __shared__ tiny_shared shared;
   const int32_t me = (int32_t)threadIdx.x / LANES, lane = (int32_t)threadIdx.x % LANES;
   const int32_t items = (int32_t)s.num_items;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   int32_t key[1];
   if constexpr (RESOLVES) {
     resolve(s, tables, shared);

@@ -47,8 +47,7 @@ __device__ __forceinline__ void add_row(const BiasLaunch &s, int position, int c
 template <class T>
 __global__ void __launch_bounds__(kThreads) bias_gradient(const __grid_constant__ BiasLaunch s) {
   __shared__ float sums[kLanes][kColumns];
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int lane = threadIdx.x / (kColumns / 8), own = threadIdx.x % (kColumns / 8) * 8;
   const int used = *s.blocks.num_post / s.blocks.rows;
   for (int64_t work = blockIdx.x; work < (int64_t)s.num_experts * s.column_tiles;

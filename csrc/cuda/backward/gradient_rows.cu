@@ -38,8 +38,7 @@ __device__ __forceinline__ int position_of(const moelora_blocks &blocks, int blo
 }
 
 __global__ void __launch_bounds__(kThreads) search_segments(const __grid_constant__ ListLaunch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int ways = s.max_loras + 1;
   const int64_t keys = (int64_t)s.num_experts * ways;
   const int used = *s.blocks.num_post / s.blocks.rows;
@@ -138,8 +137,7 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
 
 __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constant__ ListLaunch s) {
   __shared__ int32_t warp_sum[ALIGN_WARPS];
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int pairs = s.max_loras * s.num_experts;
   const int per_thread = (pairs + ALIGN_THREADS - 1) / ALIGN_THREADS;
   const int low = min((int)threadIdx.x * per_thread, pairs), high = min(low + per_thread, pairs);
@@ -163,8 +161,7 @@ __global__ void __launch_bounds__(ALIGN_THREADS) find_parts(const __grid_constan
 }
 
 __global__ void __launch_bounds__(kThreads) list_rows(const __grid_constant__ ListLaunch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const moelora_gradient_parts &pairs = s.list.pairs;
   const int parts = pairs.count[0], all = parts + pairs.count[2];
   for (int p = blockIdx.x; p < all; p += (int)gridDim.x) {

@@ -311,8 +311,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     gradients(const __grid_constant__ GradientLaunch s) {
   extern __shared__ __align__(128) char memory[];
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   if (threadIdx.x == 0) {
     const auto tiles_of = [](const GradientGroup &group) {
       return group.tiles ? (int64_t)group.parts.count[0] * group.tiles : 0;
@@ -384,8 +383,7 @@ struct SlotSums {
 /* Stores the gradients that have several parts. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int64_t of_pairs =
       s.group[0].tiles ? (int64_t)s.group[0].parts.count[1] * s.group[0].tiles : 0;
   const int64_t of_adapters =

@@ -340,8 +340,7 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     gradients_few(const __grid_constant__ GradientLaunch s) {
   extern __shared__ __align__(128) char memory[];
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const GradientGroup &group = s.group[0];
   const int64_t all = (int64_t)group.parts.count[2] * group.few_tiles;
 #pragma unroll 1

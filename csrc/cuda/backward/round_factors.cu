@@ -54,8 +54,7 @@ __device__ __forceinline__ void round_rows(const RoundedFactor &f, int64_t first
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) round_factors(const __grid_constant__ RoundLaunch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   for (int64_t work = blockIdx.x; work < s.ctas; work += gridDim.x) {
     int number = 0;
     while (number + 1 < s.count && work >= s.factor[number + 1].first)

@@ -32,8 +32,7 @@ constexpr int kRows = 4;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     weight_gradients(const __grid_constant__ moelora_weight_gradients s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int lane = threadIdx.x % 32;
   const int64_t step = (int64_t)gridDim.x * kWarps * kRows;
   for (int64_t first = ((int64_t)blockIdx.x * kWarps + threadIdx.x / 32) * kRows;

@@ -299,8 +299,7 @@ template <class T, bool VECTORS, class S>
 __global__ void __launch_bounds__(kThreads, S::CTAS)
     back_shrink(const __grid_constant__ BackShrinkParams p) {
   extern __shared__ __align__(128) char shared[];
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const moelora_blocks &blocks = p.g.schedule.blocks;
   const int slices = p.g.adapters.lora.num_slices, adapters = p.g.schedule.max_loras + 1;
   const int all = S::LISTED ? p.g.schedule.num_experts * adapters * kSplits

@@ -16,8 +16,7 @@ struct ZeroLaunch {
 
 template <class Word>
 __global__ void __launch_bounds__(kThreads) zero_gradient(const __grid_constant__ ZeroLaunch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const moelora_gradient &g = s.gradient;
   for (int64_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
     const int64_t i = row % g.rows, group = row / g.rows;

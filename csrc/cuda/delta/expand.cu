@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
   const int warp = threadIdx.x / 32;
   bool early = p.after_shrink;
   if (!early)
-    begin();
+    follow_previous_kernel();
 
   shared.work_units = (int)count_windows(p.rows) * shares;
   for (int work_unit = blockIdx.x; work_unit < shared.work_units; work_unit += gridDim.x) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
       if (s.rank > 0 && E::wants_out(p, s))
         E::copy_out(stage, p, addresses, s);
       if (early)
-        begin();
+        follow_previous_kernel();
       early = false;
       if (s.rank > 0) {
         E::copy_xa(stage, p, addresses, s);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps<STEPS>, kCtas<STEPS, SILU, VECTORS
     }
   }
   if (early)
-    begin();
+    follow_previous_kernel();
 }
 
 /* ---- thin segments ---- */
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
   const RowAddresses<kWindow> &addresses = shared.addresses;
   bool early = p.after_shrink;
   if (!early)
-    begin();
+    follow_previous_kernel();
 
   shared.work_units = (int)count_windows(p.rows) * shares;
   Next &next = shared.next[threadIdx.x / 32]; // all lanes write the same value
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
         const T *xa = (const T *)p.xa + slice * p.xa_stride[0];
         b.expand(p, addresses, from, to, rank, own, n, (int)p.lora.column[slice], [&](int row) {
           if (early)
-            begin();
+            follow_previous_kernel();
           early = false;
           return xa + addresses.xa[row];
         });
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThinThreads, kThinCtas<STEPS>)
     }
   }
   if (early)
-    begin();
+    follow_previous_kernel();
 }
 
 /* ---- launch ---- */

@@ -75,13 +75,6 @@ template <int ROWS> struct RowAddresses {
   float weight[ROWS];
 };
 
-/* Waits for the previous kernel, then lets the next one start. After a shrink, only xa may be
- * incomplete until then, so an expand may load B and out first. */
-__device__ __forceinline__ void begin() {
-  wait_for_previous_kernel();
-  start_next_kernel();
-}
-
 /* Stores the offsets of row i of a window, which is flat row `row`; with `marks`, also sets
  * p.written[row] unless NULL. */
 template <int ROWS>

@@ -157,8 +157,7 @@ __global__ void __launch_bounds__(S::THREADS, kResidentWarps / S::WARPS)
   extern __shared__ __align__(16) char memory[];
   DeltaShrinkShared<S> &shared = *(DeltaShrinkShared<S> *)memory;
   const Window<kRows<S>> &w = shared.window;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
 
   shared.work_units = (int)count_windows(p.s.rows) * p.shares;
   WarpItem &own = shared.items[threadIdx.x / 32];

@@ -19,8 +19,7 @@ struct CopyParams {
 /* A warp copies a row; a lane copies WIDTH elements at a time, 16 bytes or one element. */
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const moelora_row_copy &c = s.copy;
   for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.rows;
        p += (int64_t)gridDim.x * kWarps) {
@@ -52,8 +51,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
 __global__ void __launch_bounds__(kThreads)
     zero_skipped(const int32_t *experts, int32_t rows, int32_t top_k, uint16_t *out,
                  int64_t stride_m, int64_t stride_j, int64_t n) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int64_t warps = (int64_t)gridDim.x * kWarps;
   for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < rows; p += warps) {
     if (experts[p] >= 0)
@@ -67,8 +65,7 @@ __global__ void __launch_bounds__(kThreads)
 /* Saves shrink outputs, and zeroes skipped rows, with one warp per flat row. */
 __global__ void __launch_bounds__(kThreads)
     save_rows(const __grid_constant__ moelora_save_launch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int lane = threadIdx.x % 32;
   for (int64_t p = (int64_t)blockIdx.x * kWarps + threadIdx.x / 32; p < s.num_rows;
        p += (int64_t)gridDim.x * kWarps) {

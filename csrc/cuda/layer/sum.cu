@@ -79,8 +79,7 @@ __device__ __forceinline__ bool add_rows(float (&sum)[WIDTH], const moelora_sum_
 template <class Rows, class T, int WIDTH>
 __global__ void __launch_bounds__(kThreads, kLightResident)
     sum_rows(const __grid_constant__ moelora_sum_launch s) {
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int32_t chunks = (s.columns + WIDTH - 1) / WIDTH;
   const int64_t count = s.routes.num_tokens * chunks;
   for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < count;

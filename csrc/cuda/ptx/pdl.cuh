@@ -18,4 +18,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+/* Waits, then lets the next kernel start, which so may read the results of all earlier kernels. */
+__device__ __forceinline__ void follow_previous_kernel() {
+  wait_for_previous_kernel();
+  start_next_kernel();
+}
+
 #endif

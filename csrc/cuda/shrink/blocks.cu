@@ -18,12 +18,6 @@ template <class S> struct ShrinkShared {
   ShrinkItems<S> list;
 };
 
-/* Waits first, so that the next kernel may read the results of all earlier kernels. */
-__device__ __forceinline__ void wait_and_start_next() {
-  wait_for_previous_kernel();
-  start_next_kernel();
-}
-
 /* Finds the addresses of the operands of an item, for tokens from `low` on. */
 struct BlockOperands {
   const moelora_shrink_launch &s;
@@ -42,7 +36,7 @@ struct BlockOperands {
   /* Called after the loads of A are issued: the previous kernel may still be writing x. */
   template <class T, int N> __device__ __forceinline__ void find_x(const T *(&x)[N], int k) const {
     uint32_t row[N];
-    wait_and_start_next();
+    follow_previous_kernel();
 #pragma unroll
     for (int n = 0; n < N; n++)
       row[n] = item.position_of(s, min(low + n * 8 + (int)threadIdx.x % 32 / 4, item.tokens - 1));
@@ -111,7 +105,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
   // If x is ordered by position (divisor 0), the previous kernel may still be writing x, but the
   // blocks are complete: only find_x() waits.
   if (p.s.tokens.divisor.value)
-    wait_and_start_next();
+    follow_previous_kernel();
   // Unused blocks have no segments: with few items, search them, too, instead of loading num_post.
   const int blocks = p.listed ? 0
                      : p.few  ? (int)p.s.schedule.blocks.max_blocks
@@ -139,7 +133,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT / S::WARPS)
       run_items<T, S, VECTORS>(p, list.items[w], p.listed ? count : list.found[w], shared.sums);
     __syncthreads();
   }
-  wait_and_start_next(); // threads without work have not waited yet
+  follow_previous_kernel(); // threads without work have not waited yet
 }
 
 template <class T, class S, bool VECTORS>

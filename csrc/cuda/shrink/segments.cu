@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(C::THREADS, C::CTAS)
     shrink_segments(const __grid_constant__ moelora_shrink_launch s, int span) {
   extern __shared__ __align__(128) char memory[];
   SegmentsShared<C> &shared = *(SegmentsShared<C> *)memory;
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
 
   const auto find = [&](int number) { return StagedItem{s, shared.list.items[number]}; };
   const auto store = [&](int number, const Products<T, C> &products) {

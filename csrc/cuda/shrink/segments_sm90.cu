@@ -425,8 +425,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                warp); // stages serve as scratch memory until they are filled
   } else {
     warpgroup_reg_alloc<192>();
-    wait_for_previous_kernel();
-    start_next_kernel();
+    follow_previous_kernel();
     consume<S, T>(s, span, warp, warpgroup - 1);
   }
 #endif

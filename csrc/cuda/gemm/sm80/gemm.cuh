@@ -242,8 +242,7 @@ __global__ void __launch_bounds__(WarpTile<E>::THREADS, WarpTile<E>::SPLIT == 1 
   constexpr int LEAST = S::N8_TILES < 4 ? S::N8_TILES : S::N8_TILES / 2;
   extern __shared__ __align__(128) char shared[];
   __shared__ int next; // next tile of this CTA
-  wait_for_previous_kernel();
-  start_next_kernel();
+  follow_previous_kernel();
   const int columns = tile_columns<E>(g), blocks = *g.schedule.blocks.num_post / E::TOKENS;
   const int tiles = blocks * columns;
   const int depth_steps = TransposedDepth<E>::steps(g);

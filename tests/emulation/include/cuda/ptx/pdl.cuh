@@ -6,5 +6,6 @@
 
 inline void start_next_kernel() {}
 inline void wait_for_previous_kernel() {}
+inline void follow_previous_kernel() {}
 
 #endif
