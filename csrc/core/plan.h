@@ -70,11 +70,6 @@ moelora_status moelora_check_kernel_limits(const moelora_routes *routes,
 moelora_status moelora_check_row_stride(const char *name, int64_t stride);
 /* plan_gemm.c: whether one tensor map covers the weights of all experts. */
 bool moelora_are_map_weights(const moelora_weights *w, int32_t num_experts);
-/* plan_gemm.c: returns the layout of factors after float32 ones are rounded to the dtype of the
- * call: these are contiguous, in the workspace. The layout of other factors does not change. */
-moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
-                                       int32_t num_experts);
-
 /* Inputs to the plan of a projection over an alignment, besides its kernel. */
 typedef struct moelora_projection_load {
   const moelora_routes *routes;

@@ -193,14 +193,14 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
   MOELORA_TRY(moelora_check_row_stride("gate_up", p->saved.gate_up_stride));
   const back_load loads[2] = {
       {.w = &p->w2,
-       .lora = moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts),
+       .lora = moelora_rounded(&p->w2_lora, p->intermediate, routes, p->dtype, NULL),
        .y = problem->dout,
        .y_stride = problem->dout_stride,
        .y_rows = routes->num_tokens,
        .rows_are_vectors =
            moelora_is_vector_row(p->saved.gate_up, p->saved.gate_up_stride, p->intermediate)},
       {.w = &p->w13,
-       .lora = moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts),
+       .lora = moelora_rounded(&p->w13_lora, p->hidden, routes, p->dtype, NULL),
        .y = problem->overwrites_gate_up ? p->saved.gate_up : NULL,
        .y_stride = problem->overwrites_gate_up ? p->saved.gate_up_stride : p->w13.n,
        .y_rows = routes->num_rows,
@@ -253,7 +253,7 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   plan->dout_stride = stride < 0 ? moelora_divide_up(p->w.n, 8) * 8 : stride;
   /* false: the product writes dz to the workspace */
   const bool writes_dx = problem->dx && p->x_per_row && !p->mul_routed_weight;
-  const moelora_factors lora = moelora_rounded_layout(&p->lora, p->w.k, routes->num_experts);
+  const moelora_factors lora = moelora_rounded(&p->lora, p->w.k, routes, p->dtype, NULL);
   MOELORA_TRY(check_factors("lora_b", &lora));
   const back_load load = {
       .w = &p->w,

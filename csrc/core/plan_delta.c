@@ -214,7 +214,7 @@ static moelora_status plan_projection(const moelora_delta_problem *p, int32_t i,
                         "silu_and_mul of %d slices: the GPU kernels take 1 or an even number",
                         p->lora.num_slices);
   const moelora_routes *routes = &p->routes;
-  const moelora_factors lora = moelora_rounded_layout(&p->lora, p->k, routes->num_experts);
+  const moelora_factors lora = moelora_rounded(&p->lora, p->k, routes, p->dtype, NULL);
   if (p->sum_top_k)
     plan->sum = moelora_plan_sum(
         p->dtype, moelora_is_vector_row(p->out, p->out_stride[0], p->columns), NULL, device);

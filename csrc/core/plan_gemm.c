@@ -154,7 +154,7 @@ moelora_status moelora_plan_gemm(const moelora_gemm_problem *problem,
     return MOELORA_OK;
   const moelora_variant *v = plan->variant;
   const moelora_factors lora =
-      moelora_rounded_layout(&problem->lora, problem->w.k, routes->num_experts);
+      moelora_rounded(&problem->lora, problem->w.k, routes, problem->dtype, NULL);
   const moelora_projection_load load = {
       .routes = routes,
       .w = &problem->w,
@@ -197,10 +197,9 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                         const moelora_device_info *device, const moelora_device_info *seen,
                         moelora_experts_plan *plan) {
   const moelora_routes *routes = &p->routes;
-  const moelora_factors w13_lora =
-      moelora_rounded_layout(&p->w13_lora, p->hidden, routes->num_experts);
+  const moelora_factors w13_lora = moelora_rounded(&p->w13_lora, p->hidden, routes, p->dtype, NULL);
   const moelora_factors w2_lora =
-      moelora_rounded_layout(&p->w2_lora, p->intermediate, routes->num_experts);
+      moelora_rounded(&p->w2_lora, p->intermediate, routes, p->dtype, NULL);
   const moelora_variant *tuned_shrink = tuned_for(MOELORA_ROLE_SHRINK, p, device, seen);
   const bool adapters = routes->token_lora_mapping.data && p->w2_lora.num_slices > 0;
   /* Hidden states times routing weights, h, and z are in the workspace. */
@@ -242,8 +241,9 @@ static void plan_around(const moelora_experts_problem *p, const moelora_variant 
                                tuned_for(MOELORA_ROLE_SUM, p, device, seen), device);
 }
 
-moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t depth,
-                                       int32_t num_experts) {
+moelora_factors moelora_rounded(const moelora_factors *factors, int64_t depth,
+                                const moelora_routes *routes, moelora_dtype dtype,
+                                moelora_arena *arena) {
   moelora_factors to = *factors;
   to.wide = false;
   for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
@@ -251,8 +251,12 @@ moelora_factors moelora_rounded_layout(const moelora_factors *factors, int64_t d
     for (int32_t j = 0; j < 2; j++) {
       const int64_t rows = j ? moelora_slice_columns(&to, i) : to.max_rank;
       const int64_t columns = j ? to.max_rank : depth;
+      const int32_t experts = both[j]->stride_e ? routes->num_experts : 1;
+      const size_t count = moelora_times(moelora_times((size_t)routes->max_loras, (size_t)experts),
+                                         moelora_times((size_t)rows, (size_t)columns));
       *both[j] = (moelora_factor){
-          .stride_l = (both[j]->stride_e ? num_experts : 1) * rows * columns,
+          .data = arena ? moelora_take_array(arena, count, moelora_dtype_bytes(dtype)) : NULL,
+          .stride_l = experts * rows * columns,
           .stride_e = both[j]->stride_e ? rows * columns : 0,
           .stride_i = columns,
       };

@@ -23,10 +23,9 @@
 
 typedef struct backward {
   const moelora_experts_backward_problem *problem;
-  moelora_experts_problem forward; /* with factors in the dtype, once they are rounded */
+  moelora_experts_problem forward; /* with factors of the dtype */
   moelora_backward_needs want;
   moelora_back_call call;
-  moelora_rounded rounded13, rounded2;
   float *x_copy, *dout_copy; /* [M, K]; NULL: the inputs are used directly */
   float *h;                  /* [P, I] */
   float *dgu;                /* [P, rows of w13] */
@@ -67,10 +66,10 @@ static void lay_out(const moelora_experts_backward_problem *problem,
   moelora_back_call_take(&b->call, &problem->pairs, moelora_max(forward->hidden, forward->w13.n),
                          moelora_max(forward->w13_lora.max_rank, forward->w2_lora.max_rank),
                          &arena);
-  moelora_rounded_take(routes, forward->dtype, &forward->w13_lora, forward->hidden, &arena,
-                       &b->rounded13);
-  moelora_rounded_take(routes, forward->dtype, &forward->w2_lora, forward->intermediate, &arena,
-                       &b->rounded2);
+  b->forward.w13_lora =
+      moelora_rounded(&forward->w13_lora, forward->hidden, routes, forward->dtype, &arena);
+  b->forward.w2_lora =
+      moelora_rounded(&forward->w2_lora, forward->intermediate, routes, forward->dtype, &arena);
   if (!wide || forward->apply_router_weight_on_input)
     b->x_copy = moelora_take_floats(&arena, tokens, forward->hidden);
   if (!wide)
@@ -340,10 +339,10 @@ moelora_status moelora_cpu_experts_backward(const moelora_experts_backward_probl
   moelora_experts_problem *forward = &b.forward;
   const moelora_routes *routes = &forward->routes;
   moelora_cpu_back_begin(&b.call, &problem->pairs, !forward->apply_router_weight_on_input);
-  moelora_cpu_round_factors(plan->variant, routes, forward->hidden, &b.rounded13,
-                            &forward->w13_lora, exec);
-  moelora_cpu_round_factors(plan->variant, routes, forward->intermediate, &b.rounded2,
-                            &forward->w2_lora, exec);
+  moelora_cpu_round_factors(plan->variant, routes, &problem->forward.w13_lora, &forward->w13_lora,
+                            exec);
+  moelora_cpu_round_factors(plan->variant, routes, &problem->forward.w2_lora, &forward->w2_lora,
+                            exec);
   load_inputs(&b);
   zero_gradients(&b);
   if (b.want.v)

@@ -231,18 +231,9 @@ void moelora_cpu_expand(const moelora_projection *projection, int64_t first, int
                         int64_t begin, int64_t end, float *c, int64_t ldc,
                         moelora_scratch *scratch);
 
-/* round_factors.c: copies of float32 factors, rounded to the dtype of a call */
-typedef struct moelora_rounded {
-  void *a[MOELORA_MAX_SLICES], *b[MOELORA_MAX_SLICES];
-} moelora_rounded;
-
-/* Allocates the copies for a projection, unless its factors already have the dtype. */
-void moelora_rounded_take(const moelora_routes *routes, moelora_dtype dtype,
-                          const moelora_factors *lora, int64_t depth, moelora_arena *arena,
-                          moelora_rounded *rounded);
-/* Fills the copies, and makes `lora` refer to them. */
+/* round_factors.c: fills the copies `to` of float32 factors, which moelora_rounded() allocated. */
 void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_routes *routes,
-                               int64_t depth, const moelora_rounded *rounded, moelora_factors *lora,
+                               const moelora_factors *from, const moelora_factors *to,
                                const moelora_exec *exec);
 
 /* Functions of the backend's table. */

@@ -171,7 +171,7 @@ typedef struct delta_layout {
   void *xa[2]; /* [P, slices, R] operands of each projection */
   void *act;   /* [P, I] operands by sorted position: output of the first, x of the second */
   float *z;    /* [P, columns] by flat row; NULL unless rows are summed */
-  moelora_rounded rounded[2];
+  moelora_factors lora[2]; /* of the dtype */
   size_t bytes;
 } delta_layout;
 
@@ -189,7 +189,7 @@ static delta_layout lay_out(const moelora_delta_problem *p, int32_t count,
                                                     moelora_rows_of_x(routes, p->x_per_row), p->k));
   for (int32_t i = 0; i < count; i++) {
     layout.xa[i] = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &p[i].lora));
-    moelora_rounded_take(routes, p->dtype, &p[i].lora, p[i].k, &arena, &layout.rounded[i]);
+    layout.lora[i] = moelora_rounded(&p[i].lora, p[i].k, routes, p->dtype, &arena);
   }
   if (count > 1)
     layout.act =
@@ -205,7 +205,7 @@ static void project(const moelora_delta_problem *problem, const delta_layout *la
                     const moelora_delta_plan *plan, const moelora_exec *exec) {
   const moelora_weights depth = {.k = problem->k};
   moelora_sorted sorted = layout->rows.sorted;
-  moelora_factors lora = problem->lora;
+  const moelora_factors *lora = &layout->lora[i];
   moelora_projection p = {
       .variant = plan->variant,
       .routes = &problem->routes,
@@ -217,7 +217,7 @@ static void project(const moelora_delta_problem *problem, const delta_layout *la
                  : problem->x_per_row ? MOELORA_BY_ROW
                                       : MOELORA_BY_TOKEN,
       .w = &depth,
-      .lora = &lora,
+      .lora = lora,
       .xa = layout->xa[i],
       .gated = problem->silu_and_mul,
       .activation = moelora_silu_problem(),
@@ -238,8 +238,7 @@ static void project(const moelora_delta_problem *problem, const delta_layout *la
   }
   if (!problem->routes.lora_scalings)
     sorted.tables.scaling = NULL;
-  moelora_cpu_round_factors(plan->variant, &problem->routes, problem->k, &layout->rounded[i], &lora,
-                            exec);
+  moelora_cpu_round_factors(plan->variant, &problem->routes, &problem->lora, lora, exec);
   if (i == 0)
     moelora_cpu_operands(&p, moelora_rows_of_x(&problem->routes, problem->x_per_row), NULL,
                          layout->x, exec);
@@ -247,7 +246,7 @@ static void project(const moelora_delta_problem *problem, const delta_layout *la
     moelora_cpu_shrink(&p, exec);
   if (problem->xa) {
     h_tasks tasks = {problem, &p};
-    moelora_cpu_parallel(exec, sorted.num_rows, (double)sorted.num_rows * lora.max_rank, copy_h,
+    moelora_cpu_parallel(exec, sorted.num_rows, (double)sorted.num_rows * lora->max_rank, copy_h,
                          &tasks);
   }
   if (problem->columns)

@@ -21,7 +21,7 @@ typedef struct experts_layout {
   void *xa13; /* NULL without adapters */
   void *xa2;  /* NULL without adapters */
   moelora_quantized_rows x_e4m3, h_e4m3;
-  moelora_rounded rounded13, rounded2;
+  moelora_factors lora13, lora2; /* of the dtype */
   size_t bytes;
 } experts_layout;
 
@@ -54,10 +54,10 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
     layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
     layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w2_lora));
-  moelora_rounded_take(routes, problem->dtype, &problem->w13_lora, problem->hidden, &arena,
-                       &layout.rounded13);
-  moelora_rounded_take(routes, problem->dtype, &problem->w2_lora, problem->intermediate, &arena,
-                       &layout.rounded2);
+  layout.lora13 =
+      moelora_rounded(&problem->w13_lora, problem->hidden, routes, problem->dtype, &arena);
+  layout.lora2 =
+      moelora_rounded(&problem->w2_lora, problem->intermediate, routes, problem->dtype, &arena);
   layout.bytes = arena.used;
   return layout;
 }
@@ -68,12 +68,9 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
   MOELORA_MEASURE(bytes, lay_out(problem, plan, exec).bytes);
   const moelora_routes *routes = &problem->routes;
   experts_layout layout = lay_out(problem, plan, exec);
-  moelora_factors lora13 = problem->w13_lora, lora2 = problem->w2_lora;
   moelora_sort_rows(routes, &layout.sorted);
-  moelora_cpu_round_factors(plan->variant, routes, problem->hidden, &layout.rounded13, &lora13,
-                            exec);
-  moelora_cpu_round_factors(plan->variant, routes, problem->intermediate, &layout.rounded2, &lora2,
-                            exec);
+  moelora_cpu_round_factors(plan->variant, routes, &problem->w13_lora, &layout.lora13, exec);
+  moelora_cpu_round_factors(plan->variant, routes, &problem->w2_lora, &layout.lora2, exec);
   moelora_projection w13 = {
       .variant = plan->variant,
       .routes = routes,
@@ -84,7 +81,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_TOKEN,
       .w = &problem->w13,
       .x_e4m3 = layout.x_e4m3,
-      .lora = &lora13,
+      .lora = &layout.lora13,
       .xa = layout.sorted.has_adapters ? layout.xa13 : NULL,
       .activated = true,
       .gated = moelora_is_gated(problem->activation.kind),
@@ -106,7 +103,7 @@ moelora_status moelora_cpu_experts(const moelora_experts_problem *problem,
       .x_index = MOELORA_BY_SORTED,
       .w = &problem->w2,
       .x_e4m3 = layout.h_e4m3,
-      .lora = &lora2,
+      .lora = &layout.lora2,
       .xa = layout.sorted.has_adapters ? layout.xa2 : NULL,
       .emit = moelora_cpu_emit_f32,
       .out = layout.z,

@@ -196,7 +196,7 @@ typedef struct gemm_layout {
   void *x;  /* [rows of x, K] operands; NULL: x is used directly */
   void *xa; /* NULL without adapters */
   moelora_quantized_rows x_e4m3;
-  moelora_rounded rounded;
+  moelora_factors lora; /* of the dtype */
   size_t bytes;
 } gemm_layout;
 
@@ -213,8 +213,7 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
     layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
-  moelora_rounded_take(routes, problem->dtype, &problem->lora, problem->w.k, &arena,
-                       &layout.rounded);
+  layout.lora = moelora_rounded(&problem->lora, problem->w.k, routes, problem->dtype, &arena);
   layout.bytes = arena.used;
   return layout;
 }
@@ -224,9 +223,8 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
   MOELORA_MEASURE(bytes, gemm_lay_out(problem, plan, exec).bytes);
   const moelora_routes *routes = &problem->routes;
   gemm_layout layout = gemm_lay_out(problem, plan, exec);
-  moelora_factors lora = problem->lora;
   moelora_sort_rows(routes, &layout.sorted);
-  moelora_cpu_round_factors(plan->variant, routes, problem->w.k, &layout.rounded, &lora, exec);
+  moelora_cpu_round_factors(plan->variant, routes, &problem->lora, &layout.lora, exec);
   moelora_projection projection = {
       .variant = plan->variant,
       .routes = routes,
@@ -237,7 +235,7 @@ moelora_status moelora_cpu_gemm(const moelora_gemm_problem *problem, const moelo
       .x_index = problem->x_per_row ? MOELORA_BY_ROW : MOELORA_BY_TOKEN,
       .w = &problem->w,
       .x_e4m3 = layout.x_e4m3,
-      .lora = &lora,
+      .lora = &layout.lora,
       .xa = layout.sorted.has_adapters ? layout.xa : NULL,
       .emit = moelora_cpu_emit_out,
       .out = problem->out,

@@ -19,10 +19,9 @@
 
 typedef struct gemm_backward {
   const moelora_gemm_backward_problem *problem;
-  moelora_gemm_problem forward; /* with factors in the dtype, once they are rounded */
+  moelora_gemm_problem forward; /* with factors of the dtype */
   moelora_gemm_backward_needs needs;
   moelora_back_call call;
-  moelora_rounded rounded;
   moelora_scratch *scratch;
   float *x, *y;
   float *operands; /* x as the shrink reads it; NULL: it reads the caller's x */
@@ -61,7 +60,7 @@ static void lay_out(const moelora_gemm_backward_problem *problem,
     b->yb = moelora_take_floats(&arena, rows, ranks);
   if (b->needs.dz)
     b->dz = moelora_take_floats(&arena, rows, k);
-  moelora_rounded_take(routes, forward->dtype, &forward->lora, k, &arena, &b->rounded);
+  b->forward.lora = moelora_rounded(&forward->lora, k, routes, forward->dtype, &arena);
   b->bytes = arena.used;
 }
 
@@ -221,8 +220,8 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
   moelora_gemm_problem *forward = &b.forward;
   const int64_t top_k = forward->routes.top_k, n = forward->w.n;
   const int64_t x_stride = forward->x_stride;
-  moelora_cpu_round_factors(plan->variant, &forward->routes, forward->w.k, &b.rounded,
-                            &forward->lora, exec);
+  moelora_cpu_round_factors(plan->variant, &forward->routes, &problem->forward.lora, &forward->lora,
+                            exec);
   moelora_cpu_back_begin(&b.call, &problem->pairs, forward->mul_routed_weight);
   const moelora_loaded_rows y = {
       problem->dout, {problem->dout_stride[0], problem->dout_stride[1]}, n, false, NULL};

@@ -18,7 +18,7 @@ namespace {
 /* ---- workspace ---- */
 
 struct BackwardLayout {
-  moelora_rounded_factors rounded[2]; // of w13, of w2
+  moelora_factors w13_lora, w2_lora; // of the dtype
   Alignment alignment;
   moelora_gradient_rows rows; // only if gradients of factors are requested
   void *x;                    // [M, K] times routing weights
@@ -127,9 +127,8 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
   l.dgu_stride = p->w13.n;
   if (b->overwrites_gate_up)
     l.dgu = p->saved.gate_up, l.dgu_stride = p->saved.gate_up_stride;
-  l.rounded[0] = moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
-  l.rounded[1] =
-      moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
+  l.w13_lora = moelora_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
+  l.w2_lora = moelora_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
   const int64_t of_w2 = plan->product[0].num_counters, of_w13 = plan->product[1].num_counters;
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, of_w2 > of_w13 ? of_w2 : of_w13,
                                2, &plan->align, true, weighted);
@@ -174,7 +173,7 @@ moelora_status back_through_w2(const moelora_experts_backward_problem *b,
                                const moelora_exec *exec) {
   const moelora_experts_problem *p = &b->forward;
   const moelora_routes *routes = &l->alignment.routes;
-  moelora_back_launch g = back_product(&l->alignment, &p->w2, &l->rounded[1].to, &plan->product[0]);
+  moelora_back_launch g = back_product(&l->alignment, &p->w2, &l->w2_lora, &plan->product[0]);
   g.schedule.tile_counter = tile_counter(&l->alignment, 0);
   g.tokens.x = b->dout;
   g.tokens.stride = b->dout_stride;
@@ -198,8 +197,7 @@ moelora_status back_through_w13(const moelora_experts_backward_problem *b,
                                 const moelora_exec *exec) {
   const moelora_experts_problem *p = &b->forward;
   const moelora_routes *routes = &l->alignment.routes;
-  moelora_back_launch g =
-      back_product(&l->alignment, &p->w13, &l->rounded[0].to, &plan->product[1]);
+  moelora_back_launch g = back_product(&l->alignment, &p->w13, &l->w13_lora, &plan->product[1]);
   g.schedule.tile_counter = tile_counter(&l->alignment, 1);
   g.schedule.blocks.weights = nullptr;
   g.tokens.x = l->dgu;
@@ -269,7 +267,8 @@ extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_ba
     return MOELORA_OK;
   BackwardLayout l = lay_out(b, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_round_factors(l.rounded, 2, &p->routes, p->dtype, exec));
+  const moelora_rounding factors[] = {{&p->w13_lora, &l.w13_lora}, {&p->w2_lora, &l.w2_lora}};
+  MOELORA_TRY(moelora_cuda_round_factors(factors, 2, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   if (l.x)
     MOELORA_TRY(weigh_tokens(p, routes, l.x, exec));

@@ -13,7 +13,7 @@
 namespace {
 
 struct GemmBackwardLayout {
-  moelora_rounded_factors rounded;
+  moelora_factors lora; // of the dtype
   Alignment alignment;
   moelora_gradient_rows rows; // only if gradients of factors are requested
   void *dout;                 // [P, dout_stride] if dout is copied
@@ -95,7 +95,7 @@ GemmBackwardLayout lay_out(const moelora_gemm_backward_problem *b,
   const size_t num_rows = (size_t)p->routes.num_rows;
   moelora_arena arena = moelora_workspace_of(exec);
   GemmBackwardLayout l = {};
-  l.rounded = moelora_cuda_take_rounded(&p->lora, p->w.k, &p->routes, p->dtype, &arena);
+  l.lora = moelora_rounded(&p->lora, p->w.k, &p->routes, p->dtype, &arena);
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->product.num_counters, 1,
                                &plan->align, true, false);
   const auto take = [&](size_t rows, int64_t columns) {
@@ -133,7 +133,7 @@ moelora_status back_through_w(const moelora_gemm_backward_problem *b,
   const moelora_routes *routes = &l->alignment.routes;
   const moelora_gradient_operand dout = rows_of_dout(b, plan, l);
   const int64_t stride = writes_dx(b) ? b->dx_stride : p->w.k;
-  moelora_back_launch g = back_product(&l->alignment, &p->w, &l->rounded.to, &plan->product);
+  moelora_back_launch g = back_product(&l->alignment, &p->w, &l->lora, &plan->product);
   g.schedule.tile_counter = tile_counter(&l->alignment, 0);
   g.tokens.x = dout.data;
   g.tokens.stride = dout.stride;
@@ -183,7 +183,7 @@ moelora_status shrink_again(const moelora_gemm_backward_problem *b,
                             const moelora_exec *exec) {
   const moelora_gemm_problem *p = &b->forward;
   const moelora_routes *routes = &l->alignment.routes;
-  const moelora_back_launch g = back_product(&l->alignment, &p->w, &l->rounded.to, &plan->product);
+  const moelora_back_launch g = back_product(&l->alignment, &p->w, &l->lora, &plan->product);
   moelora_shrink_launch s = {};
   s.schedule = g.schedule;
   s.adapters = g.adapters;
@@ -210,7 +210,8 @@ extern "C" moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward
     return MOELORA_OK;
   GemmBackwardLayout l = lay_out(b, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_round_factors(&l.rounded, 1, &p->routes, p->dtype, exec));
+  const moelora_rounding factors = {&p->lora, &l.lora};
+  MOELORA_TRY(moelora_cuda_round_factors(&factors, 1, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   if (plan->copies_dout) {
     const moelora_row_copy c = {

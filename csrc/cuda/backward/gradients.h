@@ -164,19 +164,14 @@ moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
                                           const moelora_routes *routes,
                                           const moelora_blocks *blocks, const moelora_exec *exec);
 
-/* Float32 factors of a call with a 16-bit dtype, and the same factors with data rounded to that
- * dtype, in the arena. `depth` is the K of A. */
-typedef struct moelora_rounded_factors {
-  moelora_factors from, to; /* to.wide is false: 16-bit */
-  int64_t depth;
-} moelora_rounded_factors;
+/* Float32 factors of a call with a 16-bit dtype, and the copies that moelora_rounded() allocated.
+ */
+typedef struct moelora_rounding {
+  const moelora_factors *from, *to;
+} moelora_rounding;
 
-/* Allocates the rounded copies in the arena; 16-bit factors are used in place. */
-moelora_rounded_factors moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
-                                                  const moelora_routes *routes, moelora_dtype dtype,
-                                                  moelora_arena *arena);
 /* Rounds the factors of all `count` projections in one launch; no launch if none is float32. */
-moelora_status moelora_cuda_round_factors(const moelora_rounded_factors *rounded, int32_t count,
+moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings, int32_t count,
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);
 

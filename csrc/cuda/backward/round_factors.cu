@@ -76,17 +76,18 @@ bool allows_quads(const moelora_factor &f, int64_t columns) {
 }
 
 void add_factor(RoundLaunch *s, const moelora_factor &from, const moelora_factor &to,
-                int64_t experts, int64_t adapters, int64_t rows, int64_t columns) {
+                const moelora_routes &routes, int64_t rows) {
+  const int64_t columns = to.stride_i;
   RoundedFactor &f = s->factor[s->count++];
   f.from = (const float *)from.data;
   f.to = (void *)to.data;
   f.stride_l = from.stride_l;
   f.stride_e = from.stride_e;
   f.stride_i = from.stride_i;
-  f.experts = from.stride_e ? (int32_t)experts : 1;
+  f.experts = from.stride_e ? routes.num_experts : 1;
   f.rows = (int32_t)rows;
   f.columns = (int32_t)columns;
-  f.all_rows = adapters * f.experts * rows;
+  f.all_rows = (int64_t)routes.max_loras * f.experts * rows;
   f.quads = allows_quads(from, columns);
   f.units = moelora_divisor_of((uint32_t)(f.quads ? columns / 4 : columns));
   f.cta_rows = columns < kElements ? (int32_t)(kElements / columns) : 1;
@@ -95,48 +96,18 @@ void add_factor(RoundLaunch *s, const moelora_factor &from, const moelora_factor
   s->ctas += f.ctas;
 }
 
-/* Allocates memory for a rounded copy of a factor with this number of rows and columns. */
-moelora_factor take(const moelora_factor &from, const moelora_routes *routes, int64_t rows,
-                    int64_t columns, moelora_dtype dtype, moelora_arena *arena) {
-  const int64_t experts = from.stride_e ? routes->num_experts : 1;
-  const size_t of_pair = moelora_times((size_t)rows, (size_t)columns);
-  moelora_factor to = {};
-  to.data = moelora_take_array(
-      arena, moelora_times(moelora_times((size_t)routes->max_loras, (size_t)experts), of_pair),
-      moelora_dtype_bytes(dtype));
-  to.stride_l = experts * rows * columns;
-  to.stride_e = from.stride_e ? rows * columns : 0;
-  to.stride_i = columns;
-  return to;
-}
-
 } // namespace
 
-extern "C" moelora_rounded_factors
-moelora_cuda_take_rounded(const moelora_factors *factors, int64_t depth,
-                          const moelora_routes *routes, moelora_dtype dtype, moelora_arena *arena) {
-  moelora_rounded_factors rounded = {*factors, *factors, depth};
-  rounded.to.wide = false;
-  for (int32_t i = 0; factors->wide && i < factors->num_slices; i++) {
-    rounded.to.a[i] = take(factors->a[i], routes, factors->max_rank, depth, dtype, arena);
-    rounded.to.b[i] = take(factors->b[i], routes, moelora_slice_columns(factors, i),
-                           factors->max_rank, dtype, arena);
-  }
-  return rounded;
-}
-
-extern "C" moelora_status moelora_cuda_round_factors(const moelora_rounded_factors *rounded,
+extern "C" moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings,
                                                      int32_t count, const moelora_routes *routes,
                                                      moelora_dtype dtype,
                                                      const moelora_exec *exec) {
   RoundLaunch s = {};
   for (int32_t p = 0; p < count; p++) {
-    const moelora_factors &from = rounded[p].from, &to = rounded[p].to;
+    const moelora_factors &from = *roundings[p].from, &to = *roundings[p].to;
     for (int32_t i = 0; from.wide && i < from.num_slices; i++) {
-      add_factor(&s, from.a[i], to.a[i], routes->num_experts, routes->max_loras, from.max_rank,
-                 rounded[p].depth);
-      add_factor(&s, from.b[i], to.b[i], routes->num_experts, routes->max_loras,
-                 moelora_slice_columns(&from, i), from.max_rank);
+      add_factor(&s, from.a[i], to.a[i], *routes, from.max_rank);
+      add_factor(&s, from.b[i], to.b[i], *routes, moelora_slice_columns(&from, i));
     }
   }
   if (dtype == MOELORA_BF16)

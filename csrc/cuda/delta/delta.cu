@@ -18,8 +18,8 @@ struct Waiting {
 
 /* Buffers of up to two projections; the second reads `act`, which the first writes. */
 struct DeltaLayout {
-  moelora_rounded_factors rounded[2];
-  moelora_routes routes; // resolved
+  moelora_factors lora[2]; // of the dtype
+  moelora_routes routes;   // resolved
   moelora_list_blocks lists;
   moelora_sorted_rows sorted;
   void *xa[2]; // [P, slices, padded rank]
@@ -37,7 +37,7 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   const size_t rows = (size_t)p->routes.num_rows;
   const bool listed = p->lists.sorted_token_ids;
   for (int i = 0; i < count; i++)
-    l.rounded[i] = moelora_cuda_take_rounded(&p[i].lora, p[i].k, &p->routes, p->dtype, &arena);
+    l.lora[i] = moelora_rounded(&p[i].lora, p[i].k, &p->routes, p->dtype, &arena);
   l.routes = moelora_cuda_take_routes(&last->routes, false, &arena);
   if (listed)
     l.lists = moelora_cuda_take_lists(&p->lists, p->routes.max_loras, true, &arena);
@@ -94,7 +94,7 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   delta_shrink s = {};
   delta_expand e = {};
   s.rows = e.rows = rows;
-  s.lora = e.lora = l->rounded[i].to;
+  s.lora = e.lora = l->lora[i];
   e.xa = s.xa = p->xa ? p->xa : l->xa[i];
   s.xa_vectors = plan->xa_vectors;
   for (int d = 0; d < 3; d++)
@@ -138,7 +138,8 @@ moelora_status run(const moelora_delta_problem *p, int count, const moelora_delt
   if (last->routes.max_loras == 0 || moelora_is_idle_delta(last))
     return MOELORA_OK;
   const DeltaLayout l = lay_out(p, count, plan, exec);
-  MOELORA_TRY(moelora_cuda_round_factors(l.rounded, count, &last->routes, last->dtype, exec));
+  const moelora_rounding factors[] = {{&p->lora, &l.lora[0]}, {&last->lora, &l.lora[1]}};
+  MOELORA_TRY(moelora_cuda_round_factors(factors, count, &last->routes, last->dtype, exec));
   MOELORA_TRY(find_rows(last, &l, plan, exec));
   for (int i = 0; i < count; i++)
     MOELORA_TRY(project(p + i, &l, i, plan, exec));

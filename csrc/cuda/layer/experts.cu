@@ -148,7 +148,7 @@ moelora_status project(moelora_gemm_launch *g, const moelora_variant *variant,
 }
 
 struct GemmLayout {
-  moelora_rounded_factors rounded;
+  moelora_factors lora; // of the dtype
   Alignment alignment;
   void *xa;
   QuantizedRows quantized;
@@ -159,7 +159,7 @@ GemmLayout lay_out_gemm(const moelora_gemm_problem *p, const moelora_gemm_plan *
                         const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
   GemmLayout l;
-  l.rounded = moelora_cuda_take_rounded(&p->lora, p->w.k, &p->routes, p->dtype, &arena);
+  l.lora = moelora_rounded(&p->lora, p->w.k, &p->routes, p->dtype, &arena);
   l.alignment = take_alignment(&arena, &p->routes, plan->variant, plan->projection.num_counters, 1,
                                &plan->align, false, p->mul_routed_weight);
   l.xa = take_xa(&arena, &l.alignment, &p->lora);
@@ -294,11 +294,12 @@ moelora_status moelora_cuda_gemm(const moelora_gemm_problem *p, const moelora_ge
   MOELORA_MEASURE(bytes, lay_out_gemm(p, plan, exec).bytes);
   const GemmLayout l = lay_out_gemm(p, plan, exec);
   const moelora_routes *routes = &l.alignment.routes;
-  MOELORA_TRY(moelora_cuda_round_factors(&l.rounded, 1, &p->routes, p->dtype, exec));
+  const moelora_rounding factors = {&p->lora, &l.lora};
+  MOELORA_TRY(moelora_cuda_round_factors(&factors, 1, &p->routes, p->dtype, exec));
   MOELORA_TRY(align(&l.alignment, &p->routes, &plan->align, exec));
   MOELORA_TRY(moelora_cuda_zero_skipped(routes, p->out, p->out_stride, p->w.n, exec));
 
-  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &l.rounded.to, &plan->projection);
+  moelora_gemm_launch g = projection(&l.alignment, routes, &p->w, &l.lora, &plan->projection);
   g.tokens.x = p->x;
   g.tokens.stride = p->x_stride;
   g.tokens.divisor = moelora_divisor_of(p->x_per_row ? 1 : routes->top_k);
@@ -321,7 +322,6 @@ moelora_experts_plan staged_plan(const moelora_experts_plan *plan) {
 
 /* A problem whose factors are rounded to the dtype of the layer, and the rest of the workspace. */
 struct Prepared {
-  moelora_rounded_factors rounded[2];
   moelora_experts_problem problem;
   moelora_exec exec;
   size_t bytes;
@@ -329,13 +329,11 @@ struct Prepared {
 
 Prepared prepare(const moelora_experts_problem *p, const moelora_exec *exec) {
   moelora_arena arena = moelora_workspace_of(exec);
-  Prepared prepared = {{}, *p, *exec, 0};
-  prepared.rounded[0] =
-      moelora_cuda_take_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
-  prepared.rounded[1] =
-      moelora_cuda_take_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
-  prepared.problem.w13_lora = prepared.rounded[0].to;
-  prepared.problem.w2_lora = prepared.rounded[1].to;
+  Prepared prepared = {*p, *exec, 0};
+  prepared.problem.w13_lora =
+      moelora_rounded(&p->w13_lora, p->hidden, &p->routes, p->dtype, &arena);
+  prepared.problem.w2_lora =
+      moelora_rounded(&p->w2_lora, p->intermediate, &p->routes, p->dtype, &arena);
   prepared.bytes = arena.used;
   if (exec->workspace) {
     prepared.exec.workspace = (char *)exec->workspace + arena.used;
@@ -363,7 +361,9 @@ moelora_status moelora_cuda_experts(const moelora_experts_problem *p,
   MOELORA_MEASURE(bytes, bytes_of(p, plan, exec));
   const Prepared prepared = prepare(p, exec);
   const moelora_experts_problem *problem = &prepared.problem;
-  MOELORA_TRY(moelora_cuda_round_factors(prepared.rounded, 2, &p->routes, p->dtype, exec));
+  const moelora_rounding factors[] = {{&p->w13_lora, &problem->w13_lora},
+                                      {&p->w2_lora, &problem->w2_lora}};
+  MOELORA_TRY(moelora_cuda_round_factors(factors, 2, &p->routes, p->dtype, exec));
   if (!plan->staged)
     return run_staged(problem, plan, false, &prepared.exec);
   const moelora_experts_plan staged = staged_plan(plan);
