@@ -16,7 +16,6 @@
 #define MOELORA_CORE_ACTIVATION_H
 
 #include <math.h>
-#include <stdint.h>
 
 #include "core/format.h"
 

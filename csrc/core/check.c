@@ -1,5 +1,4 @@
 #include "core/check.h"
-#include "core/format.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -1,7 +1,6 @@
 /* Decides which kernels run on a device: GPU families, CPU instruction sets, and the limit on the
  * compute capability. */
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "core/check.h"

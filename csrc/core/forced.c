@@ -1,6 +1,5 @@
 /* Variants that the API or the environment forces. */
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,7 +1,6 @@
 /* Reports plans: for moelora_last_plan and for MOELORA_LOG=plan. */
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "core/check.h"
 #include "core/log.h"

@@ -1,5 +1,4 @@
 /* Plans the launch of a projection, given its kernel, and of the shrink before it. */
-#include "core/check.h"
 #include "core/format.h"
 #include "core/plan.h"
 

@@ -7,7 +7,6 @@
  * Values are stored as operands (kernels.h), which represent e4m3 exactly. The result of a row does
  * not depend on other rows. */
 #include <math.h>
-#include <string.h>
 
 #include "core/format.h"
 #include "cpu/cpu.h"

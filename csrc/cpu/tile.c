@@ -4,7 +4,6 @@
  * are over passes of block_k elements of K, over MOELORA_DOT_N weight rows at a time, which stay in
  * L1, and (in `dot`) over all m token rows. Weights that are packed, or must be converted to
  * operands, are copied to scratch->w. For matrix registers, a pass packs x into panels. */
-#include <string.h>
 
 #include "cpu/cpu.h"
 

@@ -1,7 +1,5 @@
 /* Function table of the CUDA backend, and device queries. */
 #include "cuda/backend.h"
-#include "cuda/backward/backward.h"
-#include "cuda/delta/delta.h"
 #include "cuda/launch/launch.h"
 
 extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {

@@ -5,7 +5,6 @@
  * A sort of routes that are already resolved overlaps the previous launch (PDL). */
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
-#include "cuda/variant_ids.h"
 
 static int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;

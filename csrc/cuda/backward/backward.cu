@@ -9,7 +9,6 @@
  * it. dz has the dtype of the call for any number of rows, so a token's result does not depend on
  * the rest of the batch. Steps whose results are not needed are skipped; launches do not depend on
  * the contents of device memory. */
-#include <math.h>
 
 #include "cuda/backward/steps.cuh"
 

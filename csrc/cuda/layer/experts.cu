@@ -14,7 +14,6 @@
 #include "cuda/layer/alignment.cuh"
 #include "cuda/layer/rows.h"
 #include "cuda/gemm/common/tile.cuh"
-#include "cuda/variant_ids.h"
 
 namespace {
 
