@@ -16,30 +16,16 @@
 #define USUAL_BYTES_PER_NS 4000.
 #define SHARE_OF_PEAK 0.82
 
-/* An H200 as sm_90 and as sm_80. H100 SXM and GH200 have the same chip and match the first row, but
- * have not been measured. */
-static const struct {
-  int32_t compute_capability, num_units;
-  double bytes_per_ns;
-} measured[] = {{90, 132, USUAL_BYTES_PER_NS}, {80, 132, USUAL_BYTES_PER_NS}};
-
-static double measured_bytes_per_ns(const moelora_device_info *device) {
-  for (size_t i = 0; i < sizeof measured / sizeof *measured; i++)
-    if (measured[i].compute_capability == device->compute_capability &&
-        measured[i].num_units == device->num_units)
-      return measured[i].bytes_per_ns;
-  return 0;
-}
-
+/* The tables were measured on an H200, as sm_90 and as sm_80. H100 SXM and GH200 have the same chip
+ * and match it, but have not been measured. */
 bool moelora_is_measured(const moelora_device_info *device) {
-  return device->device == MOELORA_CUDA && measured_bytes_per_ns(device) > 0;
+  const int32_t capability = device->compute_capability;
+  return device->device == MOELORA_CUDA && (capability == 90 || capability == 80) &&
+         device->num_units == 132;
 }
 
 double moelora_memory_ns(const moelora_device_info *device, double bytes) {
-  const double known = measured_bytes_per_ns(device);
-  if (known > 0)
-    return bytes / known;
-  if (device->memory_bytes_per_us == 0)
+  if (moelora_is_measured(device) || device->memory_bytes_per_us == 0)
     return bytes / USUAL_BYTES_PER_NS;
   return bytes / (SHARE_OF_PEAK * (double)device->memory_bytes_per_us / 1e3);
 }
