@@ -47,7 +47,7 @@ static bool cuts_boxes(const moelora_projection_load *load) {
 /* Returns the number of counters of a tile scheduler: one for the tiles fetched and, if it is
  * dynamic, one per tile for its successor. Saturates at SIZE_MAX, which exceeds any workspace. */
 static int64_t num_counters_of(const moelora_projection_load *load, const moelora_variant *v) {
-  if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n))
+  if (v->needs != MOELORA_SM90 || moelora_shares_sm(v->block_n))
     return 1;
   const size_t blocks =
       (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_cluster_blocks(v));
@@ -63,7 +63,7 @@ enum { MAX_RUN_COLUMNS = 8 };
  * k steps to hide the search for the next tile need none. Tiles of a run share their adapters, so
  * there must be at most one slice. */
 static int32_t run_of(const moelora_projection_load *load, const moelora_variant *v) {
-  if (v->needs != MOELORA_SM90 || !moelora_has_dynamic_schedule(v->block_n) ||
+  if (v->needs != MOELORA_SM90 || moelora_shares_sm(v->block_n) ||
       epilogue_of(load, v) != MOELORA_EPILOGUE_PLAIN || load->lora->num_slices > 1 ||
       moelora_divide_up(load->w->k, v->block_k) > 2 * v->stages)
     return 1;

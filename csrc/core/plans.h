@@ -79,7 +79,7 @@ typedef struct moelora_variant {
 
 /* Whether several CTAs of a Hopper GEMM share an SM (kernels assert this): with 128 weight rows,
  * one consumer warpgroup and two or three CTAs per SM; with 256, two consumer warpgroups, one
- * CTA. */
+ * CTA, whose tile scheduler is dynamic (sm90/tile_scheduler.cuh); otherwise it is static. */
 static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
   return block_n == 128;
 }
@@ -87,12 +87,6 @@ static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
 /* Whether a Hopper GEMM uses mma.sync: dequantized weights, at most 16 tokens per block. */
 static MOELORA_CONSTEXPR bool moelora_uses_mma_sync(moelora_kernel_format format, int32_t block_m) {
   return moelora_is_dequantized_kernel(format) && block_m <= 16;
-}
-
-/* Whether the tile scheduler of a Hopper GEMM is dynamic (sm90/tile_scheduler.cuh); otherwise the
- * schedule is static. */
-static MOELORA_CONSTEXPR bool moelora_has_dynamic_schedule(int32_t block_n) {
-  return !moelora_shares_sm(block_n);
 }
 
 /* Whether the epilogue of a gated projection can store e4m3 x of the next projection: a tile has

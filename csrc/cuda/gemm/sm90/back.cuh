@@ -70,7 +70,7 @@ struct LaunchBack {
         std::conditional_t<NATIVE, NativeShape<BLOCK_M, BLOCK_N / 128, KEPT, CLUSTER, Major::MN>,
                            TransposedTilesShape<BLOCK_M, BLOCK_N / 128, KEPT, FORMAT, ZEROS>>;
     using S = std::conditional_t<DACT, WithDact<Product>, Product>;
-    static_assert(moelora_has_dynamic_schedule(BLOCK_N) == S::DYNAMIC_SCHEDULE,
+    static_assert(moelora_shares_sm(BLOCK_N) != S::DYNAMIC_SCHEDULE,
                   "the plan launches another kernel");
     GemmMaps maps = {};
     if (NATIVE)

@@ -127,7 +127,7 @@ struct LaunchSm90 {
   using AnyShape = Shape<HAS_ZEROS>;
   static_assert(moelora_uses_mma_sync(FORMAT, BLOCK_M) == AnyShape::FEW_ROWS &&
                     moelora_shares_sm(BLOCK_N) == (AnyShape::RESIDENT > 1) &&
-                    moelora_has_dynamic_schedule(BLOCK_N) == AnyShape::DYNAMIC_SCHEDULE &&
+                    moelora_shares_sm(BLOCK_N) != AnyShape::DYNAMIC_SCHEDULE &&
                     moelora_is_token_major(FORMAT, BLOCK_M) == !AnyShape::SWAP_AB,
                 "the plan launches another kernel");
 
