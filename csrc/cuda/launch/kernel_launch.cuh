@@ -134,9 +134,8 @@ moelora_status launch_waves(int waves, const char *name, int64_t work, int threa
   if (work == 0)
     return MOELORA_OK;
   int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL, CLUSTER>(threads, shared_bytes, exec, &resident);
-  if (error != cudaSuccess)
-    return moelora_cuda_check(error, name);
+  MOELORA_TRY(moelora_cuda_check(
+      resident_blocks<KERNEL, CLUSTER>(threads, shared_bytes, exec, &resident), name));
   const int64_t blocks = (work < waves * resident ? work : waves * resident) / CLUSTER * CLUSTER;
   return launch_blocks<KERNEL, CLUSTER>(name, blocks, threads, shared_bytes, exec, args...);
 }
@@ -148,26 +147,18 @@ moelora_status launch_kernel(const char *name, int64_t work, int threads, size_t
   return launch_waves<KERNEL, CLUSTER>(1, name, work, threads, shared_bytes, exec, args...);
 }
 
-/* Launches like launch_kernel(), but without PDL if `work` does not fill the GPU. With PDL, the SMs
- * that the previous kernel frees first could get all blocks, and the other SMs none. */
-template <auto KERNEL, class... Args>
-moelora_status launch_spread(const char *name, int64_t work, int threads, size_t shared_bytes,
-                             const moelora_exec *exec, Args... args) {
-  int64_t resident = 0;
-  const cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
-  if (error != cudaSuccess)
-    return moelora_cuda_check(error, name);
-  if (work > 0 && work < resident)
-    return launch_blocks<KERNEL, 1, false>(name, work, threads, shared_bytes, exec, args...);
-  return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
-}
-
-/* Calls launch_kernel() or launch_spread(), as planned. */
+/* Launches like launch_kernel(), but with MOELORA_GRID_SPREAD without PDL if `work` does not fill
+ * the GPU. With PDL, the SMs that the previous kernel frees first could get all blocks, and the
+ * other SMs none. */
 template <auto KERNEL, class... Args>
 moelora_status launch_planned(moelora_grid_plan grid, const char *name, int64_t work, int threads,
                               size_t shared_bytes, const moelora_exec *exec, Args... args) {
+  int64_t resident = 0;
   if (grid == MOELORA_GRID_SPREAD)
-    return launch_spread<KERNEL>(name, work, threads, shared_bytes, exec, args...);
+    MOELORA_TRY(
+        moelora_cuda_check(resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident), name));
+  if (work > 0 && work < resident)
+    return launch_blocks<KERNEL, 1, false>(name, work, threads, shared_bytes, exec, args...);
   return launch_kernel<KERNEL>(name, work, threads, shared_bytes, exec, args...);
 }
 
@@ -178,9 +169,8 @@ template <auto KERNEL, class... Args>
 moelora_status launch_cooperative(const char *name, int64_t work, int threads, size_t shared_bytes,
                                   int per_sm, const moelora_exec *exec, bool *fits, Args... args) {
   int64_t resident = 0;
-  cudaError_t error = resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident);
-  if (error != cudaSuccess)
-    return moelora_cuda_check(error, name);
+  MOELORA_TRY(
+      moelora_cuda_check(resident_blocks<KERNEL>(threads, shared_bytes, exec, &resident), name));
   const int64_t most = (int64_t)per_sm * moelora_cuda_num_sms(exec->device_index);
   resident = resident < most ? resident : most;
   cudaLaunchAttribute attribute = {};
@@ -188,7 +178,7 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, s
   attribute.val.cooperative = 1;
   const cudaLaunchConfig_t config =
       config_of(work < resident ? work : resident, threads, shared_bytes, exec, &attribute, 1);
-  error = cudaLaunchKernelEx(&config, KERNEL, args...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, KERNEL, args...);
   *fits = error != cudaErrorCooperativeLaunchTooLarge;
   if (!*fits) {
     cudaGetLastError(); /* clear the error */
