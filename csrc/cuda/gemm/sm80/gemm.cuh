@@ -24,10 +24,6 @@
 
 namespace {
 
-/* Maximum tokens of a tile that copies unaligned rows element by element. Larger tiles would spill;
- * the plan never selects them for unaligned rows. */
-constexpr int kMaxUnalignedTokens = 32;
-
 /* Shared memory of a CTA. */
 template <class E, int STAGES> struct SharedStorage {
   struct Stage {
@@ -360,7 +356,7 @@ template <class E, class T, int STAGES, int CLUSTER> struct Launch {
   }
   template <class Plan>
   static moelora_status run(const LaunchOf<E> *g, const Plan *plan, const moelora_exec *exec) {
-    if constexpr (E::TOKENS <= kMaxUnalignedTokens)
+    if constexpr (E::TOKENS <= MOELORA_ELEMENT_ROWS)
       if (!plan->vectors)
         return run_as<false>(g, exec);
     return run_as<true>(g, exec);

@@ -62,8 +62,6 @@ template <class S> struct SlabLayout {
 struct XaLayout {
   int slab, up; // stride between slabs; offset of the up slice from the gate slice
 
-  __device__ __forceinline__ explicit XaLayout(const moelora_gemm_launch &g)
-      : slab(has_gate_up_slices(g) ? 4 : 2), up(has_gate_up_slices(g) ? 2 : 0) {}
   __device__ __forceinline__ explicit XaLayout(bool gate_up)
       : slab(gate_up ? 4 : 2), up(gate_up ? 2 : 0) {}
 };
@@ -358,7 +356,7 @@ template <class S, class T> struct WeightMajorAdapters {
     // Issue the wgmmas of each slab.
     const uint64_t a = stage.layout.descriptor(stage.sB),
                    b = wgmma_descriptor(warp.smem.sX(warp.pipeline.stage));
-    const XaLayout xa(g);
+    const XaLayout xa(has_gate_up_slices(g));
 #pragma unroll 1
     for (int j = 0; j < stage.header.slabs; j++) {
       wgmma_fence();
