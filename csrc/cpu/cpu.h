@@ -168,10 +168,10 @@ static inline int64_t moelora_rows_of_x(const moelora_routes *routes, bool x_per
   return x_per_row ? routes->num_rows : routes->num_tokens;
 }
 
-static inline size_t moelora_operands_bytes(const moelora_variant *variant, int64_t rows,
-                                            int64_t k) {
-  return moelora_times(moelora_times((size_t)rows, (size_t)k),
-                       moelora_cpu_kernels_of(variant)->operand_bytes);
+static inline void *moelora_take_operands(const moelora_variant *variant, int64_t rows, int64_t k,
+                                          moelora_arena *arena) {
+  return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)k),
+                            moelora_cpu_kernels_of(variant)->operand_bytes);
 }
 
 /* gemm.c: converts `rows` rows of p->x to operands in `out`, which becomes p->x. Unless weight is
@@ -219,8 +219,8 @@ void moelora_cpu_quantize(const moelora_projection *projection, int64_t rows,
                           const moelora_exec *exec);
 
 /* lora.c */
-size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,
-                        const moelora_factors *lora);
+void *moelora_take_xa(const moelora_variant *variant, const moelora_routes *routes,
+                      const moelora_factors *lora, moelora_arena *arena);
 /* Computes projection->xa = rounded(s * x A^T) for every row with an adapter. */
 void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec *exec);
 /* Prefetches into L2 the rows of B that moelora_cpu_expand will read. */

@@ -185,15 +185,13 @@ static delta_layout lay_out(const moelora_delta_problem *p, int32_t count,
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
   if (p->k && moelora_cpu_kernels_of(plan->variant)->widens)
     layout.x =
-        moelora_take(&arena, moelora_operands_bytes(plan->variant,
-                                                    moelora_rows_of_x(routes, p->x_per_row), p->k));
+        moelora_take_operands(plan->variant, moelora_rows_of_x(routes, p->x_per_row), p->k, &arena);
   for (int32_t i = 0; i < count; i++) {
-    layout.xa[i] = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &p[i].lora));
+    layout.xa[i] = moelora_take_xa(plan->variant, routes, &p[i].lora, &arena);
     layout.lora[i] = moelora_rounded(&p[i].lora, p[i].k, routes, p->dtype, &arena);
   }
   if (count > 1)
-    layout.act =
-        moelora_take(&arena, moelora_operands_bytes(plan->variant, routes->num_rows, last->k));
+    layout.act = moelora_take_operands(plan->variant, routes->num_rows, last->k, &arena);
   if (last->sum_top_k)
     layout.z = moelora_take_floats(&arena, routes->num_rows, last->columns);
   layout.bytes = arena.used;

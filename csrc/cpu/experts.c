@@ -42,18 +42,16 @@ static experts_layout lay_out(const moelora_experts_problem *problem,
   moelora_sorted_take(routes, &arena, &layout.sorted);
   layout.scratch = moelora_scratch_take(variant, exec, &arena);
   if (moelora_cpu_kernels_of(variant)->widens || problem->apply_router_weight_on_input)
-    layout.x =
-        moelora_take(&arena, moelora_operands_bytes(variant, routes->num_tokens, problem->hidden));
-  layout.h = moelora_take(&arena,
-                          moelora_operands_bytes(variant, routes->num_rows, problem->intermediate));
+    layout.x = moelora_take_operands(variant, routes->num_tokens, problem->hidden, &arena);
+  layout.h = moelora_take_operands(variant, routes->num_rows, problem->intermediate, &arena);
   layout.x_e4m3 = moelora_quantized_rows_take(variant, &problem->w13, routes->num_tokens, &arena);
   layout.h_e4m3 = moelora_quantized_rows_take(variant, &problem->w2, routes->num_rows, &arena);
   layout.window = window_of(problem);
   layout.z = moelora_take_floats(&arena, routes->num_rows, layout.window);
   if (routes->token_lora_mapping.data && problem->w13_lora.num_slices)
-    layout.xa13 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w13_lora));
+    layout.xa13 = moelora_take_xa(variant, routes, &problem->w13_lora, &arena);
   if (routes->token_lora_mapping.data && problem->w2_lora.num_slices)
-    layout.xa2 = moelora_take(&arena, moelora_xa_bytes(variant, routes, &problem->w2_lora));
+    layout.xa2 = moelora_take_xa(variant, routes, &problem->w2_lora, &arena);
   layout.lora13 =
       moelora_rounded(&problem->w13_lora, problem->hidden, routes, problem->dtype, &arena);
   layout.lora2 =

@@ -209,10 +209,10 @@ static gemm_layout gemm_lay_out(const moelora_gemm_problem *problem, const moelo
   layout.scratch = moelora_scratch_take(plan->variant, exec, &arena);
   const int64_t rows = moelora_rows_of_x(routes, problem->x_per_row);
   if (moelora_cpu_kernels_of(plan->variant)->widens)
-    layout.x = moelora_take(&arena, moelora_operands_bytes(plan->variant, rows, problem->w.k));
+    layout.x = moelora_take_operands(plan->variant, rows, problem->w.k, &arena);
   layout.x_e4m3 = moelora_quantized_rows_take(plan->variant, &problem->w, rows, &arena);
   if (problem->lora.num_slices && routes->token_lora_mapping.data)
-    layout.xa = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &problem->lora));
+    layout.xa = moelora_take_xa(plan->variant, routes, &problem->lora, &arena);
   layout.lora = moelora_rounded(&problem->lora, problem->w.k, routes, problem->dtype, &arena);
   layout.bytes = arena.used;
   return layout;

@@ -53,7 +53,7 @@ static void lay_out(const moelora_gemm_backward_problem *problem,
   if (b->needs.xa) {
     if (moelora_cpu_kernels_of(plan->variant)->widens)
       b->operands = moelora_take_floats(&arena, rows_of_x, k);
-    b->shrunk = moelora_take(&arena, moelora_xa_bytes(plan->variant, routes, &forward->lora));
+    b->shrunk = moelora_take_xa(plan->variant, routes, &forward->lora, &arena);
     b->xa = moelora_take_floats(&arena, rows, ranks);
   }
   if (b->needs.yb)

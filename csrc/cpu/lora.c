@@ -9,11 +9,10 @@
 
 #include "cpu/cpu.h"
 
-size_t moelora_xa_bytes(const moelora_variant *variant, const moelora_routes *routes,
-                        const moelora_factors *lora) {
-  const size_t columns = (size_t)lora->num_slices * (size_t)lora->max_rank;
-  return moelora_times(moelora_times((size_t)routes->num_rows, columns),
-                       moelora_cpu_kernels_of(variant)->operand_bytes);
+void *moelora_take_xa(const moelora_variant *variant, const moelora_routes *routes,
+                      const moelora_factors *lora, moelora_arena *arena) {
+  const int64_t columns = (int64_t)lora->num_slices * lora->max_rank;
+  return moelora_take_operands(variant, routes->num_rows, columns, arena);
 }
 
 static char *xa_row(const moelora_projection *p, int64_t at, int32_t slice) {
