@@ -210,26 +210,10 @@ static void finish_inputs(const backward *b) {
 
 /* ---- gradients of factors and biases ---- */
 
-static moelora_columns by_token(const float *rows, int64_t stride, int64_t count) {
-  return (moelora_columns){.rows = rows, .stride = stride, .by_token = true, .count = count};
-}
-
-/* Returns columns [begin, begin + count) of rows of `width` values in sorted order. */
-static moelora_columns by_position(const float *rows, int64_t width, int64_t begin, int64_t count) {
-  return (moelora_columns){.rows = rows + begin, .stride = width, .count = count};
-}
-
-/* Returns one slice of a shrink output. */
-static moelora_columns ranks_of(const float *rows, const moelora_factors *lora, int32_t slice) {
-  const int64_t rank = lora->max_rank;
-  return by_position(rows, lora->num_slices * rank, slice * rank, rank);
-}
-
 static void add_product(const backward *b, moelora_columns ranks, moelora_columns wide,
                         bool transposed, const moelora_gradient *gradient) {
-  const moelora_grouped_product product = {&b->call, ranks, wide, transposed, gradient};
-  if (gradient->data)
-    moelora_cpu_grouped_product(&product);
+  moelora_cpu_grouped_product(
+      &(moelora_grouped_product){&b->call, ranks, wide, transposed, gradient});
 }
 
 static void finish_factors(const backward *b) {
@@ -237,30 +221,29 @@ static void finish_factors(const backward *b) {
   const moelora_factors *w13 = &b->forward.w13_lora, *w2 = &b->forward.w2_lora;
   const int64_t hidden = b->forward.hidden, inter = b->forward.intermediate;
   for (int32_t i = 0; i < w13->num_slices; i++) {
-    add_product(b, ranks_of(b->yb13, w13, i), by_token(b->x, b->x_stride, hidden), false,
-                &problem->a13[i]);
-    add_product(b, ranks_of(b->xa13, w13, i),
-                by_position(b->dgu, b->forward.w13.n, i * w13->slice_n, w13->slice_n), true,
-                &problem->b13[i]);
+    add_product(b, moelora_rank_columns(b->yb13, w13, i),
+                moelora_token_columns(b->x, b->x_stride, hidden), false, &problem->a13[i]);
+    add_product(b, moelora_rank_columns(b->xa13, w13, i),
+                moelora_sorted_columns(b->dgu, b->forward.w13.n, i * w13->slice_n, w13->slice_n),
+                true, &problem->b13[i]);
   }
   if (w2->num_slices) {
-    add_product(b, ranks_of(b->yb2, w2, 0), by_position(b->h, inter, 0, inter), false,
-                &problem->a2);
-    add_product(b, ranks_of(b->xa2, w2, 0), by_token(b->dout, b->dout_stride, hidden), true,
-                &problem->b2);
+    add_product(b, moelora_rank_columns(b->yb2, w2, 0),
+                moelora_sorted_columns(b->h, inter, 0, inter), false, &problem->a2);
+    add_product(b, moelora_rank_columns(b->xa2, w2, 0),
+                moelora_token_columns(b->dout, b->dout_stride, hidden), true, &problem->b2);
   }
 }
 
 static void finish_biases(const backward *b) {
   const int64_t n = b->forward.w13.n;
   const moelora_row_sum sums[] = {
-      {&b->call, by_position(b->dgu, n, 0, n), NULL, &b->problem->bias13},
-      {&b->call, by_token(b->dout, b->dout_stride, b->forward.hidden), b->call.weight,
+      {&b->call, moelora_sorted_columns(b->dgu, n, 0, n), NULL, &b->problem->bias13},
+      {&b->call, moelora_token_columns(b->dout, b->dout_stride, b->forward.hidden), b->call.weight,
        &b->problem->bias2},
   };
   for (int32_t i = 0; i < 2; i++)
-    if (sums[i].gradient->data)
-      moelora_cpu_row_sum(&sums[i]);
+    moelora_cpu_row_sum(&sums[i]);
 }
 
 /* ---- the operator ---- */

@@ -183,29 +183,16 @@ static void finish_inputs(const gemm_backward *b) {
 
 static void finish_factors(const gemm_backward *b) {
   const moelora_factors *lora = &b->forward.lora;
-  const int64_t width = (int64_t)lora->num_slices * lora->max_rank;
-  moelora_grouped_product product = {.call = &b->call};
+  const int64_t n = lora->slice_n, k = b->forward.w.k;
+  const moelora_columns x = {b->x, k, !b->forward.x_per_row, k};
   for (int32_t i = 0; i < lora->num_slices; i++) {
-    const moelora_gradient *const gradients[] = {&b->problem->a[i], &b->problem->b[i]};
-    for (int32_t of_b = 0; of_b < 2; of_b++) {
-      product.gradient = gradients[of_b];
-      if (!product.gradient->data || !(of_b ? b->needs.xa : b->needs.yb))
-        continue;
-      product.transposed = of_b;
-      product.ranks = (moelora_columns){
-          .rows = (of_b ? b->xa : b->yb) + i * lora->max_rank,
-          .stride = width,
-          .count = lora->max_rank,
-      };
-      product.wide = of_b ? (moelora_columns){.rows = b->y + i * lora->slice_n,
-                                              .stride = b->forward.w.n,
-                                              .count = lora->slice_n}
-                          : (moelora_columns){.rows = b->x,
-                                              .stride = b->forward.w.k,
-                                              .by_token = !b->forward.x_per_row,
-                                              .count = b->forward.w.k};
-      moelora_cpu_grouped_product(&product);
-    }
+    const moelora_columns y = moelora_sorted_columns(b->y, b->forward.w.n, i * n, n);
+    if (b->needs.yb)
+      moelora_cpu_grouped_product(&(moelora_grouped_product){
+          &b->call, moelora_rank_columns(b->yb, lora, i), x, false, &b->problem->a[i]});
+    if (b->needs.xa)
+      moelora_cpu_grouped_product(&(moelora_grouped_product){
+          &b->call, moelora_rank_columns(b->xa, lora, i), y, true, &b->problem->b[i]});
   }
 }
 
@@ -252,9 +239,7 @@ moelora_status moelora_cpu_gemm_backward(const moelora_gemm_backward_problem *pr
   moelora_cpu_zero_gradients(&b.call, problem->a, MOELORA_MAX_SLICES, problem->pairs.count);
   moelora_cpu_zero_gradients(&b.call, problem->b, MOELORA_MAX_SLICES, problem->pairs.count);
   finish_factors(&b);
-  const moelora_row_sum bias = {
-      &b.call, {.rows = b.y, .stride = n, .count = n}, b.call.weight, &problem->bias};
-  if (problem->bias.data)
-    moelora_cpu_row_sum(&bias);
+  moelora_cpu_row_sum(&(moelora_row_sum){&b.call, moelora_sorted_columns(b.y, n, 0, n),
+                                         b.call.weight, &problem->bias});
   return MOELORA_OK;
 }

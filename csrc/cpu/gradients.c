@@ -165,6 +165,8 @@ void moelora_cpu_grouped_product(const moelora_grouped_product *product) {
       .shared = !product->gradient->sparse && product->gradient->experts == 1 &&
                 call->routes->num_experts > 1,
   };
+  if (!product->gradient->data)
+    return;
   const int64_t groups = tasks.shared ? call->routes->max_loras : call->segments.count;
   moelora_cpu_parallel(
       call->exec, call->segments.count ? groups * tasks.rank_tiles * tasks.wide_tiles : 0,
@@ -198,8 +200,9 @@ static void sum_columns(void *context, int64_t index, int32_t worker) {
 
 void moelora_cpu_row_sum(const moelora_row_sum *sum) {
   const moelora_back_call *call = sum->call;
-  moelora_cpu_parallel(
-      call->exec,
-      call->routes->num_experts * moelora_ceil_div(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N),
-      (double)call->sorted.num_rows * (double)sum->rows.count, sum_columns, (void *)sum);
+  const int64_t blocks = moelora_ceil_div(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N);
+  const double elements = (double)call->sorted.num_rows * (double)sum->rows.count;
+  if (sum->gradient->data)
+    moelora_cpu_parallel(call->exec, call->routes->num_experts * blocks, elements, sum_columns,
+                         (void *)sum);
 }
