@@ -90,10 +90,6 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
     p.lists.num_tokens_post_padded[adapter] = used * size;
 }
 
-} // namespace
-
-namespace {
-
 struct ListsLayout {
   moelora_routes routes; // resolved
   moelora_list_blocks lists;
