@@ -98,23 +98,6 @@ void moelora_log_passed_over(const moelora_variant *variant, const char *why) {
 
 /* ---- launches of a call, one line each, in order ---- */
 
-static const char *epilogue_name(moelora_epilogue_plan epilogue) {
-  static const char *const names[] = {
-      [MOELORA_EPILOGUE_GENERAL] = "general",
-      [MOELORA_EPILOGUE_PLAIN] = "plain",
-      [MOELORA_EPILOGUE_GATED] = "gated",
-  };
-  return names[epilogue];
-}
-
-static const char *grid_name(moelora_grid_plan grid) {
-  static const char *const names[] = {
-      [MOELORA_GRID_OVERLAPPED] = "overlapped",
-      [MOELORA_GRID_SPREAD] = "spread",
-  };
-  return names[grid];
-}
-
 /* Logs a part of a call and its launch parameters: "what: key=value ...". */
 static void log_part(const char *what, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -167,11 +150,16 @@ static void log_expand(const char *what, const moelora_expand_plan *plan) {
 
 static void log_projection(const char *what, const moelora_variant *variant,
                            const moelora_projection_plan *plan) {
+  static const char *const epilogues[] = {[MOELORA_EPILOGUE_GENERAL] = "general",
+                                          [MOELORA_EPILOGUE_PLAIN] = "plain",
+                                          [MOELORA_EPILOGUE_GATED] = "gated"};
+  static const char *const grids[] = {[MOELORA_GRID_OVERLAPPED] = "overlapped",
+                                      [MOELORA_GRID_SPREAD] = "spread"};
   log_part(what,
            "%s epilogue=%s grid=%s vectors=%d a_vectors=%d b_vectors=%d b_boxes=%d "
            "quantizes_x=%d quantizes_vectors=%d stores_e4m3=%d stores_out=%d counters=%lld "
            "l2_elements=%d weights_again=%d run=%d",
-           variant->name, epilogue_name(plan->epilogue), grid_name(plan->grid), plan->vectors,
+           variant->name, epilogues[plan->epilogue], grids[plan->grid], plan->vectors,
            plan->a_vectors, plan->b_vectors, plan->b_boxes, plan->quantizes_x,
            plan->quantizes_vectors, plan->stores_e4m3, plan->stores_out,
            (long long)plan->num_counters, plan->l2_elements, plan->weights_again, plan->run);
