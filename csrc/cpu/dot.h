@@ -9,9 +9,17 @@
  *   DOT_STEP      elements per vector
  *   load(p), load_part(p, count)      load_part zero-fills past `count` < DOT_STEP without reading
  *   zero(), multiply_add(a, b, s)     s + products of a and b
- *   add_lanes(s0, s1, s2, s3)         __m128 of the four totals
+ *   fold(s)                           __m128 with the total of s in four parts
  *
  * The order of additions depends only on k, so a row's result has the same bits for any m and n. */
+
+/* Returns the totals of four accumulators. */
+static inline __m128 add_lanes(const sum *s) {
+  __m128 a = fold(s[0]), b = fold(s[1]), c = fold(s[2]), d = fold(s[3]);
+  __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+  __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  return _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+}
 
 static inline __attribute__((always_inline)) void dot_tile(const int rows, const bool fetch,
                                                            const bool ragged, int64_t columns,
@@ -56,7 +64,7 @@ static inline __attribute__((always_inline)) void dot_tile(const int rows, const
   }
   for (int i = 0; i < rows; i++) {
     float *out = c + i * ldc;
-    __m128 totals = add_lanes(total[i][0], total[i][1], total[i][2], total[i][3]);
+    __m128 totals = add_lanes(total[i]);
     if (!ragged) {
       _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), totals));
     } else {

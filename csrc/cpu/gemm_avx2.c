@@ -30,15 +30,8 @@ static inline sum multiply_add(vector a, vector b, sum s) {
   return _mm256_fmadd_ps(a, b, s);
 }
 
-static inline __m128 halve(__m256 s) {
+static inline __m128 fold(sum s) {
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-}
-
-static inline __m128 add_lanes(sum s0, sum s1, sum s2, sum s3) {
-  __m128 a = halve(s0), b = halve(s1), c = halve(s2), d = halve(s3);
-  __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
-  __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
-  return _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
 }
 
 #include "cpu/dot.h"
