@@ -142,15 +142,6 @@ static MOELORA_CONSTEXPR bool moelora_has_row_scales(moelora_format format) {
       ;
 }
 
-/* Whether there are kernels that multiply the format by e4m3 x. */
-static MOELORA_CONSTEXPR bool moelora_takes_e4m3(moelora_format format) {
-  return false
-#define MOELORA_FORMAT_OF(KERNEL, NAME, TEXT, VALUES, ROWS, COLUMNS, SCALE, ZEROS, X_KERNEL)       \
-  MOELORA_WHERE(MOELORA_KERNEL_##X_KERNEL != MOELORA_KERNEL_NONE, NAME)
-#include "formats.inc"
-      ;
-}
-
 static MOELORA_CONSTEXPR bool moelora_is_format(int64_t number) {
   return number >= 0 && number < MOELORA_FORMATS;
 }
@@ -171,6 +162,11 @@ static MOELORA_CONSTEXPR moelora_kernel_format moelora_kernel_format_of(moelora_
       :
 #include "formats.inc"
       MOELORA_KERNEL_NONE;
+}
+
+/* Whether there are kernels that multiply the format by e4m3 x. */
+static MOELORA_CONSTEXPR bool moelora_takes_e4m3(moelora_format format) {
+  return moelora_kernel_format_of(format, MOELORA_X_TOKEN) != MOELORA_KERNEL_NONE;
 }
 
 /* Returns the first weight format of a kernel format; all of them have values of the same width. */
