@@ -4,10 +4,6 @@
 
 #include "core/backend.h"
 
-static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 /* variants.c: return a row of the tables by index or by name, NULL: there is none. */
 const moelora_variant *moelora_variant_at(int32_t index);
 const moelora_variant *moelora_find_variant(const char *name, size_t length);

@@ -9,6 +9,10 @@
 
 MOELORA_BEGIN_C
 
+static inline int64_t moelora_divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 /* Integer ids, 32-bit or 64-bit. */
 typedef struct moelora_ids {
   const void *data;

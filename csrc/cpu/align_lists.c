@@ -55,7 +55,7 @@ moelora_status moelora_cpu_align_lists(const moelora_align_lists_problem *proble
     const int32_t first = layout.used[adapter];
     for (int64_t i = at; i < next; i++)
       lists->sorted_token_ids[adapter * lists->sorted_stride + first + (i - at)] = sorted->row[i];
-    const int64_t blocks = moelora_ceil_div(next - at, lists->block_size);
+    const int64_t blocks = moelora_divide_up(next - at, lists->block_size);
     for (int64_t i = 0; i < blocks; i++)
       lists->expert_ids[adapter * lists->expert_stride + first / lists->block_size + i] =
           sorted->expert[at];

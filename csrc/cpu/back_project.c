@@ -200,8 +200,8 @@ void moelora_cpu_back_project(const moelora_back_projection *p) {
   }
   back_tasks tasks = {
       .projection = p,
-      .column_blocks = moelora_ceil_div(p->w->k, MOELORA_BACK_COLUMNS),
-      .row_chunks = moelora_ceil_div(longest, MOELORA_PART_ROWS),
+      .column_blocks = moelora_divide_up(p->w->k, MOELORA_BACK_COLUMNS),
+      .row_chunks = moelora_divide_up(longest, MOELORA_PART_ROWS),
   };
   const int64_t passes = moelora_max(active, p->call->sorted.num_rows / 16);
   moelora_cpu_parallel(p->call->exec, num_experts * tasks.column_blocks * tasks.row_chunks,

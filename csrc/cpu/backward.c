@@ -38,7 +38,7 @@ typedef struct backward {
 } backward;
 
 static int64_t dt_parts(const moelora_experts_problem *forward) {
-  return moelora_ceil_div(forward->intermediate, MOELORA_BACK_COLUMNS);
+  return moelora_divide_up(forward->intermediate, MOELORA_BACK_COLUMNS);
 }
 
 static float *take_ranks(moelora_arena *arena, int64_t rows, const moelora_factors *lora) {

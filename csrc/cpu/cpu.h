@@ -12,10 +12,6 @@ static inline int64_t moelora_min(int64_t a, int64_t b) {
 static inline int64_t moelora_max(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
-static inline int64_t moelora_ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 /* No BLOCK_N of variants.inc exceeds this. */
 #define MOELORA_CPU_MAX_BLOCK_N 256
 
@@ -87,7 +83,7 @@ void moelora_cpu_begin_pass(const moelora_variant *variant, int64_t k, int64_t d
                             moelora_scratch *scratch);
 /* Returns the bytes of a panel of `depth` elements of K. */
 static inline int64_t moelora_panel_bytes(int64_t depth) {
-  return moelora_ceil_div(depth, MOELORA_MATRIX_STEP) * MOELORA_PANEL_STEP;
+  return moelora_divide_up(depth, MOELORA_MATRIX_STEP) * MOELORA_PANEL_STEP;
 }
 
 /* quantized.c: does the same as moelora_cpu_weights_tile() for quantized weights. If x is e4m3,

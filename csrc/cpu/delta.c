@@ -118,12 +118,12 @@ static void expand(const moelora_projection *p, int64_t columns, const moelora_e
       .columns = p->gated ? p->variant->block_n / 2 : p->variant->block_n,
       .total_columns = p->gated ? columns / 2 : columns,
   };
-  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
+  tasks.column_blocks = moelora_divide_up(tasks.total_columns, tasks.columns);
   /* Splits rows only if columns make too few tasks: each chunk of rows rereads its part of B. */
-  const int64_t wanted = moelora_ceil_div(4 * workers, tasks.column_blocks);
+  const int64_t wanted = moelora_divide_up(4 * workers, tasks.column_blocks);
   tasks.row_chunk =
-      moelora_max(1, moelora_min(moelora_ceil_div(rows, wanted), p->variant->block_m));
-  moelora_cpu_parallel(exec, moelora_ceil_div(rows, tasks.row_chunk) * tasks.column_blocks,
+      moelora_max(1, moelora_min(moelora_divide_up(rows, wanted), p->variant->block_m));
+  moelora_cpu_parallel(exec, moelora_divide_up(rows, tasks.row_chunk) * tasks.column_blocks,
                        (double)rows * (double)columns * p->lora->max_rank, expand_task, &tasks);
 }
 

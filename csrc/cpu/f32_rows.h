@@ -6,7 +6,7 @@
 
 /* Rounds `columns` up to a multiple of MOELORA_ROW_STEP. */
 static inline int64_t moelora_row_width(int64_t columns) {
-  return moelora_ceil_div(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
+  return moelora_divide_up(columns, MOELORA_ROW_STEP) * MOELORA_ROW_STEP;
 }
 
 /* Rounds float32 values to the dtype of a call. */

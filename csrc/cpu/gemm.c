@@ -139,12 +139,12 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
    * only if that does not suffice, since each chunk rereads the weights. */
   const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   while (tasks.columns > MIN_COLUMNS &&
-         active * moelora_ceil_div(tasks.total_columns, tasks.columns) < wanted)
+         active * moelora_divide_up(tasks.total_columns, tasks.columns) < wanted)
     tasks.columns /= 2;
-  tasks.column_blocks = moelora_ceil_div(tasks.total_columns, tasks.columns);
-  int64_t splits = moelora_ceil_div(wanted, moelora_max(1, active * tasks.column_blocks));
-  tasks.rows_per_chunk = block_m * moelora_ceil_div(moelora_ceil_div(longest, splits), block_m);
-  tasks.row_chunks = moelora_ceil_div(longest, tasks.rows_per_chunk);
+  tasks.column_blocks = moelora_divide_up(tasks.total_columns, tasks.columns);
+  int64_t splits = moelora_divide_up(wanted, moelora_max(1, active * tasks.column_blocks));
+  tasks.rows_per_chunk = block_m * moelora_divide_up(moelora_divide_up(longest, splits), block_m);
+  tasks.row_chunks = moelora_divide_up(longest, tasks.rows_per_chunk);
   /* A register tile uses a weight for several rows, so 16 rows count as one read of the weights. */
   int64_t passes = moelora_max(active, sorted->num_rows / 16);
   moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,

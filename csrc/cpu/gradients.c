@@ -160,8 +160,8 @@ void moelora_cpu_grouped_product(const moelora_grouped_product *product) {
   const moelora_back_call *call = product->call;
   product_tasks tasks = {
       .product = product,
-      .rank_tiles = moelora_ceil_div(product->ranks.count, MOELORA_BACK_COLUMNS),
-      .wide_tiles = moelora_ceil_div(product->wide.count, MOELORA_BACK_COLUMNS),
+      .rank_tiles = moelora_divide_up(product->ranks.count, MOELORA_BACK_COLUMNS),
+      .wide_tiles = moelora_divide_up(product->wide.count, MOELORA_BACK_COLUMNS),
       .shared = !product->gradient->sparse && product->gradient->experts == 1 &&
                 call->routes->num_experts > 1,
   };
@@ -180,7 +180,7 @@ static void sum_columns(void *context, int64_t index, int32_t worker) {
   (void)worker;
   const moelora_row_sum *s = context;
   enum { COLUMNS = MOELORA_CPU_MAX_BLOCK_N };
-  const int64_t blocks = moelora_ceil_div(s->rows.count, COLUMNS);
+  const int64_t blocks = moelora_divide_up(s->rows.count, COLUMNS);
   const int64_t begin = index % blocks * COLUMNS, expert = index / blocks;
   const int64_t count = moelora_min(COLUMNS, s->rows.count - begin);
   const int64_t first = s->call->sorted.offset[expert], end = s->call->sorted.offset[expert + 1];
@@ -200,7 +200,7 @@ static void sum_columns(void *context, int64_t index, int32_t worker) {
 
 void moelora_cpu_row_sum(const moelora_row_sum *sum) {
   const moelora_back_call *call = sum->call;
-  const int64_t blocks = moelora_ceil_div(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N);
+  const int64_t blocks = moelora_divide_up(sum->rows.count, MOELORA_CPU_MAX_BLOCK_N);
   const double elements = (double)call->sorted.num_rows * (double)sum->rows.count;
   if (sum->gradient->data)
     moelora_cpu_parallel(call->exec, call->routes->num_experts * blocks, elements, sum_columns,

@@ -83,10 +83,10 @@ void moelora_cpu_shrink(const moelora_projection *projection, const moelora_exec
   const moelora_factors *lora = projection->lora;
   const int64_t rows = projection->sorted->num_rows;
   /* Aims at four tasks per worker and slice, of at most block_m rows each. */
-  int64_t chunk = moelora_ceil_div(rows, 4 * (int64_t)moelora_workers(exec));
+  int64_t chunk = moelora_divide_up(rows, 4 * (int64_t)moelora_workers(exec));
   chunk = moelora_max(1, moelora_min(chunk, projection->variant->block_m));
   shrink_tasks tasks = {projection, chunk};
-  moelora_cpu_parallel(exec, moelora_ceil_div(rows, chunk) * lora->num_slices,
+  moelora_cpu_parallel(exec, moelora_divide_up(rows, chunk) * lora->num_slices,
                        (double)rows * lora->num_slices * lora->max_rank * (double)projection->w->k,
                        shrink_chunk, &tasks);
 }

@@ -19,7 +19,7 @@ moelora_quantized_rows moelora_quantized_rows_take(const moelora_variant *varian
                                                    moelora_arena *arena) {
   if (w->x == MOELORA_X_NATIVE)
     return (moelora_quantized_rows){0};
-  const int64_t groups = moelora_ceil_div(w->k, moelora_x_group(w->format));
+  const int64_t groups = moelora_divide_up(w->k, moelora_x_group(w->format));
   return (moelora_quantized_rows){
       .values = moelora_take_operands(variant, rows, w->k, arena),
       .scales = moelora_take_floats(arena, rows, groups),

@@ -121,7 +121,7 @@ static void multiply_nibbles(const moelora_variant *variant, const moelora_weigh
                              const tile_rows *rows, int64_t k, int64_t depth, int64_t m, float *c,
                              int64_t ldc, moelora_scratch *scratch) {
   const moelora_cpu_kernels *kernels = moelora_cpu_kernels_of(variant);
-  const int64_t tiles = moelora_ceil_div(depth, MOELORA_PACK);
+  const int64_t tiles = moelora_divide_up(depth, MOELORA_PACK);
   const int64_t row_bytes = tiles * MOELORA_PACK * (int64_t)kernels->operand_bytes;
   const int32_t pairs = (int32_t)rows_at_once(kernels) / 2;
   for (int64_t base = rows->begin / 16 * 16; base < rows->end; base += 16) {
@@ -215,7 +215,7 @@ static void multiply_fp8(const moelora_variant *variant, const moelora_weights *
   const int64_t tile_bytes = 128 * (int64_t)kernels->operand_bytes;
   pass p = {.depth = depth,
             .w = scratch->w,
-            .row_bytes = moelora_ceil_div(depth, 128) * tile_bytes,
+            .row_bytes = moelora_divide_up(depth, 128) * tile_bytes,
             .panels = scratch->panels,
             .panel_bytes = moelora_panel_bytes(depth)};
   for (int64_t at = rows->begin; at < rows->end; at += p.count) {

@@ -6,10 +6,6 @@
 #include "cuda/align/align.h"
 #include "cuda/backend.h"
 
-static int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 static int64_t adapter_keys_of(const moelora_align_problem *problem) {
   return moelora_adapter_keys(problem->mode, &problem->routes);
 }
@@ -44,9 +40,9 @@ static void set_lanes(align_sort *sort) {
   while (shift < 5 && (int64_t)1 << shift < ways && groups << (shift + 1) <= ALIGN_THREADS)
     shift++;
   sort->scan_shift = shift;
-  sort->scan_ways = (uint32_t)ceil_div(ways, (int64_t)1 << shift);
-  sort->scan_groups = (uint32_t)ceil_div(groups, ALIGN_THREADS >> shift);
-  const int64_t own = ceil_div(groups, sort->num_chunks);
+  sort->scan_ways = (uint32_t)moelora_divide_up(ways, (int64_t)1 << shift);
+  sort->scan_groups = (uint32_t)moelora_divide_up(groups, ALIGN_THREADS >> shift);
+  const int64_t own = moelora_divide_up(groups, sort->num_chunks);
   while (own << (sort->around_shift + 1) <= ALIGN_THREADS)
     sort->around_shift++;
 }
