@@ -191,19 +191,14 @@ static void back_task(void *context, int64_t index, int32_t worker) {
 }
 
 void moelora_cpu_back_project(const moelora_back_projection *p) {
-  const int32_t *offset = p->call->sorted.offset;
-  const int32_t num_experts = p->call->routes->num_experts;
-  int64_t longest = 1, active = 0;
-  for (int32_t e = 0; e < num_experts; e++) {
-    longest = moelora_max(longest, offset[e + 1] - offset[e]);
-    active += offset[e + 1] > offset[e];
-  }
+  const moelora_sorted *sorted = &p->call->sorted;
   back_tasks tasks = {
       .projection = p,
       .column_blocks = moelora_divide_up(p->w->k, MOELORA_BACK_COLUMNS),
-      .row_chunks = moelora_divide_up(longest, MOELORA_PART_ROWS),
+      .row_chunks = moelora_divide_up(sorted->longest, MOELORA_PART_ROWS),
   };
-  const int64_t passes = moelora_max(active, p->call->sorted.num_rows / 16);
-  moelora_cpu_parallel(p->call->exec, num_experts * tasks.column_blocks * tasks.row_chunks,
+  const int64_t passes = moelora_max(sorted->active, sorted->num_rows / 16);
+  moelora_cpu_parallel(p->call->exec,
+                       p->call->routes->num_experts * tasks.column_blocks * tasks.row_chunks,
                        (double)passes * (double)p->w->n * (double)p->w->k, back_task, &tasks);
 }

@@ -119,7 +119,6 @@ enum { MIN_COLUMNS = 2 * MOELORA_MATRIX_ROWS };
 
 void moelora_cpu_project(const moelora_projection *projection, const moelora_exec *exec) {
   const moelora_sorted *sorted = projection->sorted;
-  const int32_t num_experts = projection->routes->num_experts;
   const int64_t block_m = projection->variant->block_m, block_n = projection->variant->block_n;
   project_tasks tasks = {
       .projection = projection,
@@ -129,29 +128,24 @@ void moelora_cpu_project(const moelora_projection *projection, const moelora_exe
   if (projection->columns)
     tasks.total_columns = projection->columns;
 
-  int64_t active = 0, longest = 1;
-  for (int32_t e = 0; e < num_experts; e++) {
-    int64_t rows = sorted->offset[e + 1] - sorted->offset[e];
-    active += rows > 0;
-    longest = moelora_max(longest, rows);
-  }
   /* Aims at four tasks per worker: with few experts, narrows the blocks of columns, and splits rows
    * only if that does not suffice, since each chunk rereads the weights. */
   const int64_t wanted = 4 * (int64_t)moelora_workers(exec);
   while (tasks.columns > MIN_COLUMNS &&
-         active * moelora_divide_up(tasks.total_columns, tasks.columns) < wanted)
+         sorted->active * moelora_divide_up(tasks.total_columns, tasks.columns) < wanted)
     tasks.columns /= 2;
   tasks.column_blocks = moelora_divide_up(tasks.total_columns, tasks.columns);
-  int64_t splits = moelora_divide_up(wanted, moelora_max(1, active * tasks.column_blocks));
-  tasks.rows_per_chunk = block_m * moelora_divide_up(moelora_divide_up(longest, splits), block_m);
-  tasks.row_chunks = moelora_divide_up(longest, tasks.rows_per_chunk);
+  int64_t splits = moelora_divide_up(wanted, moelora_max(1, sorted->active * tasks.column_blocks));
+  tasks.rows_per_chunk =
+      block_m * moelora_divide_up(moelora_divide_up(sorted->longest, splits), block_m);
+  tasks.row_chunks = moelora_divide_up(sorted->longest, tasks.rows_per_chunk);
   /* A register tile uses a weight for several rows, so 16 rows count as one read of the weights. */
-  int64_t passes = moelora_max(active, sorted->num_rows / 16);
-  moelora_cpu_parallel(exec, num_experts * tasks.column_blocks * tasks.row_chunks,
-                       (double)passes *
-                           (double)(tasks.total_columns * (projection->gated ? 2 : 1)) *
-                           (double)projection->w->k,
-                       project_task, &tasks);
+  int64_t passes = moelora_max(sorted->active, sorted->num_rows / 16);
+  moelora_cpu_parallel(
+      exec, projection->routes->num_experts * tasks.column_blocks * tasks.row_chunks,
+      (double)passes * (double)(tasks.total_columns * (projection->gated ? 2 : 1)) *
+          (double)projection->w->k,
+      project_task, &tasks);
 }
 
 typedef struct operand_tasks {

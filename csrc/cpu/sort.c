@@ -45,8 +45,12 @@ void moelora_sort_rows(const moelora_routes *routes, moelora_sorted *sorted) {
   for (int64_t p = 0; p < routes->num_rows; p++)
     if (tables->expert[p] >= 0)
       offset[tables->expert[p] + 1]++;
-  for (int32_t e = 0; e < num_experts; e++)
+  sorted->active = 0, sorted->longest = 1;
+  for (int32_t e = 0; e < num_experts; e++) {
+    sorted->active += offset[e + 1] > 0;
+    sorted->longest = offset[e + 1] > sorted->longest ? offset[e + 1] : sorted->longest;
     offset[e + 1] += offset[e];
+  }
   sorted->num_rows = offset[num_experts];
 
   if (mapped)

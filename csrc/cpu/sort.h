@@ -7,6 +7,8 @@
 typedef struct moelora_sorted {
   moelora_tables tables;
   int64_t num_rows;    /* rows that are not skipped */
+  int64_t active;      /* experts with rows */
+  int64_t longest;     /* most rows of an expert, at least 1 */
   bool has_adapters;   /* some row has an adapter */
   int32_t *row;        /* [P] flat row at each sorted position */
   int32_t *expert;     /* [P] local expert of that row */
