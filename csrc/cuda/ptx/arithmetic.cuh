@@ -41,22 +41,19 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high) {
  * selects the half. */
 template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t pair) {
   uint32_t d;
+#define MOELORA_BOTH(WHICH)                                                                        \
+  asm("{\n"                                                                                        \
+      ".reg .b16 low, high;\n"                                                                     \
+      "mov.b32 {low, high}, %1;\n"                                                                 \
+      "mov.b32 %0, {" WHICH ", " WHICH "};\n"                                                      \
+      "}"                                                                                          \
+      : "=r"(d)                                                                                    \
+      : "r"(pair))
   if constexpr (HALF == 0)
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "mov.b32 %0, {low, low};\n"
-        "}"
-        : "=r"(d)
-        : "r"(pair));
+    MOELORA_BOTH("low");
   else
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "mov.b32 %0, {high, high};\n"
-        "}"
-        : "=r"(d)
-        : "r"(pair));
+    MOELORA_BOTH("high");
+#undef MOELORA_BOTH
   return d;
 }
 
