@@ -66,26 +66,6 @@ moelora_status moelora_fail_dim(moelora_arg arg, const char *field, int32_t dim,
 /* No process has more address space; small multiples of this stay below 2^63. */
 #define MOELORA_MAX_BYTES ((int64_t)1 << 56)
 
-/* Names of a moelora_dtype, in the order of the enumerators. */
-#define MOELORA_DTYPES(X) X(float32) X(bfloat16) X(float16) X(int32) X(int64) X(bool) X(uint8)
-/* Dtypes of torch that no argument may have. They are passed as MOELORA_FOREIGN plus an index into
- * this list, or plus its length for any other dtype, so that checks can name them. */
-#define MOELORA_FOREIGN_DTYPES(X)                                                                  \
-  X(float64)                                                                                       \
-  X(int8)                                                                                          \
-  X(int16)                                                                                         \
-  X(uint16)                                                                                        \
-  X(uint32)                                                                                        \
-  X(uint64)                                                                                        \
-  X(float8_e4m3fn)                                                                                 \
-  X(float8_e4m3fnuz)                                                                               \
-  X(float8_e5m2)                                                                                   \
-  X(float8_e5m2fnuz)                                                                               \
-  X(complex32)                                                                                     \
-  X(complex64)                                                                                     \
-  X(complex128)
-enum { MOELORA_FOREIGN = 64 };
-
 /* names.c */
 bool moelora_is_foreign(moelora_dtype dtype);
 const char *moelora_dtype_name(moelora_dtype dtype);

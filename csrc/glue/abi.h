@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/backend.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -29,29 +31,13 @@ typedef uint64_t StableIValue;  /* an int, a bool, the bits of a float, or an ow
 #define MOELORA_TORCH_ABI_VERSION ((uint64_t)2 << 56 | (uint64_t)11 << 48)
 
 /* constants */
-int32_t aoti_torch_dtype_float32(void);
-int32_t aoti_torch_dtype_bfloat16(void);
-int32_t aoti_torch_dtype_float16(void);
-int32_t aoti_torch_dtype_int32(void);
-int32_t aoti_torch_dtype_int64(void);
-int32_t aoti_torch_dtype_bool(void);
-int32_t aoti_torch_dtype_uint8(void);
-int32_t aoti_torch_dtype_int8(void);
-int32_t aoti_torch_dtype_uint16(void);
-int32_t aoti_torch_dtype_int16(void);
-int32_t aoti_torch_dtype_uint32(void);
-int32_t aoti_torch_dtype_uint64(void);
-int32_t aoti_torch_dtype_float64(void);
-int32_t aoti_torch_dtype_float8_e4m3fn(void);
-int32_t aoti_torch_dtype_float8_e4m3fnuz(void);
-int32_t aoti_torch_dtype_float8_e5m2(void);
-int32_t aoti_torch_dtype_float8_e5m2fnuz(void);
-int32_t aoti_torch_dtype_complex32(void);
-int32_t aoti_torch_dtype_complex64(void);
-int32_t aoti_torch_dtype_complex128(void);
 int32_t aoti_torch_device_type_cpu(void);
 int32_t aoti_torch_device_type_cuda(void);
 int32_t aoti_torch_device_type_meta(void);
+#define CODE(dtype) int32_t aoti_torch_dtype_##dtype(void);
+MOELORA_DTYPES(CODE)
+MOELORA_FOREIGN_DTYPES(CODE)
+#undef CODE
 
 /* tensors; sizes and strides are borrowed, handles are owned */
 AOTITorchError aoti_torch_is_defined(AtenTensorHandle tensor, bool *ret_is_defined);
