@@ -135,16 +135,7 @@ __device__ __forceinline__ void store_rounded(const float (&d)[4], uint16_t *to,
 #pragma unroll
   for (int m8 = 0; m8 < 2; m8++) {
     const uint32_t v = transpose_8x8(pack2<T>(d[2 * m8], d[2 * m8 + 1]));
-    const int output = first + warp * 16 + 8 * m8 + 2 * (lane & 3);
-    if (!valid || output >= n_out)
-      continue;
-    if (VECTORS) {
-      *(uint32_t *)(to + output) = v;
-    } else {
-      to[output] = (uint16_t)v;
-      if (output + 1 < n_out)
-        to[output + 1] = (uint16_t)(v >> 16);
-    }
+    store_two<VECTORS>(to, first + warp * 16 + 8 * m8 + 2 * (lane & 3), n_out, valid, v);
   }
 }
 
