@@ -186,7 +186,6 @@ static moelora_status plan_cuda(const moelora_experts_backward_problem *problem,
                                 const moelora_device_info *device, moelora_backward_plan *plan) {
   const moelora_experts_problem *p = &problem->forward;
   const moelora_routes *routes = &p->routes;
-  MOELORA_TRY(moelora_check_environment());
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w13_lora, device));
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->w2_lora, device));
   MOELORA_TRY(moelora_check_row_stride("dout", problem->dout_stride));
@@ -245,7 +244,6 @@ static moelora_status plan_gemm_cuda(const moelora_gemm_backward_problem *proble
   const moelora_gemm_problem *p = &problem->forward;
   const moelora_routes *routes = &p->routes;
   const int64_t stride = flat_stride(problem);
-  MOELORA_TRY(moelora_check_environment());
   MOELORA_TRY(moelora_check_kernel_limits(routes, &p->lora, device));
   MOELORA_TRY(moelora_check_row_stride("x", p->x_stride));
   MOELORA_TRY(moelora_check_row_stride("dout", stride));

@@ -170,7 +170,6 @@ static bool are_vector_strides(const void *data, const int64_t *strides, int32_t
 static moelora_status begin(moelora_dtype dtype, const moelora_device_info *device,
                             moelora_delta_plan *plan) {
   *plan = (moelora_delta_plan){0};
-  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return moelora_plan_cpu(dtype, device, &plan->variant);
   if (dtype == MOELORA_F32 || device->compute_capability < 80)

@@ -86,7 +86,6 @@ static bool quantizes_by_64(const moelora_weights *w) {
 static moelora_status pick_variant(int64_t rows, moelora_dtype dtype, const moelora_access *access,
                                    const moelora_device_info *device,
                                    const moelora_variant **picked) {
-  MOELORA_TRY(moelora_check_environment());
   const moelora_variant *forced = forced_for(dtype, access, device);
   *picked = moelora_choose_tile(rows, dtype, access, device);
   if (forced && keeps_bits(forced, *picked, access, device))

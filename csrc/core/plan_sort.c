@@ -127,7 +127,6 @@ static void plan_alignment(const alignment *a, const moelora_device_info *device
 moelora_status moelora_plan_align(const moelora_align_problem *problem,
                                   const moelora_device_info *device, moelora_align_plan *plan) {
   *plan = (moelora_align_plan){0};
-  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(problem->mode, &problem->routes));
@@ -142,7 +141,6 @@ moelora_status moelora_plan_align_lists(const moelora_align_lists_problem *probl
                                         const moelora_device_info *device,
                                         moelora_align_plan *plan) {
   *plan = (moelora_align_plan){0};
-  MOELORA_TRY(moelora_check_environment());
   if (device->device == MOELORA_CPU)
     return MOELORA_OK;
   MOELORA_TRY(moelora_check_sort(MOELORA_ALIGN_SEGMENTED, &problem->routes));

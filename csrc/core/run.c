@@ -114,6 +114,7 @@ static moelora_status launch_on_device(const prepared *p, const moelora_exec *ex
       p->state = CALL_EMPTY;                                                                       \
       return MOELORA_OK;                                                                           \
     }                                                                                              \
+    MOELORA_TRY(moelora_check_environment());                                                      \
     MOELORA_TRY(moelora_plan_##NAME(problem, &p->device, plan));                                   \
     named_size sizes[MAX_SIZES];                                                                   \
     size_t count = 0;

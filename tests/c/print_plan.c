@@ -108,6 +108,12 @@ static const char *name_of(const moelora_variant *variant) {
   return variant ? variant->name : "-";
 }
 
+static bool planned(moelora_status status) {
+  if (status != MOELORA_OK)
+    printf("error: %s\n", moelora_error_message());
+  return status == MOELORA_OK;
+}
+
 static void print_delta(const moelora_experts_problem *layer, const moelora_device_info *device) {
   const int64_t n = layer->intermediate;
   moelora_delta_problem problem = {
@@ -125,9 +131,7 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
   problem.lora.slice_n = problem.lora.column[1] = n;
   static const char *const orders[] = {"route", "grouped", "sorted", "listed"};
   moelora_delta_plan plan;
-  if (moelora_plan_delta(&problem, device, &plan) != MOELORA_OK)
-    printf("error: %s\n", moelora_error_message());
-  else
+  if (planned(moelora_plan_delta(&problem, device, &plan)))
     printf("%s %s %s %s %d\n", orders[plan.order], name_of(plan.align.rows.variant),
            name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
@@ -144,9 +148,7 @@ static void print_backward(const moelora_experts_problem *layer,
   problem.forward.saved.gate_up = (void *)layer->x;
   problem.forward.saved.gate_up_stride = layer->w13.n;
   moelora_backward_plan plan;
-  if (moelora_plan_experts_backward(&problem, device, &plan) != MOELORA_OK)
-    printf("error: %s\n", moelora_error_message());
-  else
+  if (planned(moelora_plan_experts_backward(&problem, device, &plan)))
     printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m,
            name_of(plan.align.rows.variant), name_of(plan.sum));
 }
@@ -171,9 +173,7 @@ static void print_back_projection(const moelora_experts_problem *layer,
   };
   problem.b[0].data = (void *)layer->x;
   moelora_gemm_backward_plan plan;
-  if (moelora_plan_gemm_backward(&problem, device, &plan) != MOELORA_OK)
-    printf("error: %s\n", moelora_error_message());
-  else
+  if (planned(moelora_plan_gemm_backward(&problem, device, &plan)))
     printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m, name_of(plan.shrink.variant),
            name_of(plan.sum));
 }
@@ -188,17 +188,9 @@ static void print_adapters(const moelora_experts_problem *layer,
   print_back_projection(layer, device, true);
 }
 
-static bool plan_layer(const moelora_experts_problem *layer, const moelora_device_info *device,
-                       moelora_experts_plan *plan) {
-  if (moelora_plan_experts(layer, device, plan) == MOELORA_OK)
-    return true;
-  printf("error: %s\n", moelora_error_message());
-  return false;
-}
-
 static void print_layer(const moelora_experts_problem *layer, const moelora_device_info *device) {
   moelora_experts_plan plan;
-  if (!plan_layer(layer, device, &plan))
+  if (!planned(moelora_plan_experts(layer, device, &plan)))
     return;
   printf("%s %d %s %s %s %s %s %s\n", plan.variant->name, plan.variant->block_m,
          name_of(plan.staged), name_of(plan.align.rows.variant), name_of(plan.shrink[0].variant),
@@ -208,7 +200,7 @@ static void print_layer(const moelora_experts_problem *layer, const moelora_devi
 
 static void print_listed(const moelora_experts_problem *layer, const moelora_device_info *device) {
   moelora_experts_plan plan;
-  if (plan_layer(layer, device, &plan))
+  if (planned(moelora_plan_experts(layer, device, &plan)))
     printf("%d %d\n", plan.shrink[0].listed, plan.shrink[1].listed);
 }
 
@@ -304,7 +296,8 @@ int main(int argc, char **argv) {
       problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
       problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
     }
-    print(&problem, &device);
+    if (planned(moelora_check_environment()))
+      print(&problem, &device);
   }
   return 0;
 }
