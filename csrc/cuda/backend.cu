@@ -2,7 +2,7 @@
 #include "cuda/backend.h"
 #include "cuda/launch/launch.h"
 
-extern "C" moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
+moelora_status moelora_cuda_check(cudaError_t error, const char *what) {
   if (error == cudaSuccess)
     return MOELORA_OK;
   cudaGetLastError(); /* clear the error: the next call must not report it */
@@ -73,11 +73,11 @@ static bool is_built(const moelora_variant *variant) {
                                               : true;
 }
 
-extern "C" int32_t moelora_cuda_num_sms(int32_t device_index) {
+int32_t moelora_cuda_num_sms(int32_t device_index) {
   return moelora_known_device(MOELORA_CUDA, device_index)->num_units;
 }
 
-extern "C" bool moelora_cuda_can_overlap(int32_t device_index) {
+bool moelora_cuda_can_overlap(int32_t device_index) {
   return moelora_known_device(MOELORA_CUDA, device_index)->overlaps;
 }
 

@@ -10,10 +10,10 @@ static int64_t adapter_keys_of(const moelora_align_problem *problem) {
   return moelora_adapter_keys(problem->mode, &problem->routes);
 }
 
-extern "C" moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
-                                                          moelora_align_mode mode,
-                                                          const moelora_align_plan *plan,
-                                                          moelora_arena *arena) {
+moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
+                                               moelora_align_mode mode,
+                                               const moelora_align_plan *plan,
+                                               moelora_arena *arena) {
   moelora_sort_scratch parts = {};
   const size_t tokens = plan->tokens.table_bytes, rows = plan->rows.table_bytes;
   if (plan->tokens.variant) {
@@ -215,9 +215,9 @@ static AlignLayout lay_out(const moelora_align_problem *problem, const moelora_a
   return l;
 }
 
-extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *problem,
-                                             const moelora_align_plan *plan,
-                                             const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_align(const moelora_align_problem *problem,
+                                  const moelora_align_plan *plan, const moelora_exec *exec,
+                                  size_t *bytes) {
   MOELORA_MEASURE(bytes, lay_out(problem, plan, exec).bytes);
   const AlignLayout l = lay_out(problem, plan, exec);
   MOELORA_TRY(moelora_cuda_resolve(&problem->routes, &l.sorted.routes, NULL, NULL, true, exec));
@@ -226,10 +226,10 @@ extern "C" moelora_status moelora_cuda_align(const moelora_align_problem *proble
 
 /* ---- blocks of a layer ---- */
 
-extern "C" moelora_status
-moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
-                        const moelora_blocks *blocks, const moelora_align_plan *plan,
-                        const moelora_sort_scratch *scratch, const moelora_exec *exec) {
+moelora_status moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes,
+                                       const moelora_blocks *blocks, const moelora_align_plan *plan,
+                                       const moelora_sort_scratch *scratch,
+                                       const moelora_exec *exec) {
   moelora_align_problem problem = {};
   problem.mode = MOELORA_ALIGN_SEGMENTED;
   problem.routes = *routes;
@@ -245,9 +245,8 @@ moelora_cuda_align_rows(const moelora_routes *from, const moelora_routes *routes
 
 /* ---- unpadded rows ---- */
 
-extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
-                                                        const moelora_align_plan *plan,
-                                                        moelora_arena *arena) {
+moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
+                                             const moelora_align_plan *plan, moelora_arena *arena) {
   moelora_sorted_rows sorted = {};
   const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
   sorted.row = (int32_t *)moelora_take(arena, bytes);
@@ -261,10 +260,9 @@ extern "C" moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *ro
   return sorted;
 }
 
-extern "C" moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
-                                                 const moelora_sorted_rows *sorted,
-                                                 const moelora_align_plan *plan,
-                                                 const moelora_exec *exec) {
+moelora_status moelora_cuda_sort_rows(const moelora_routes *routes,
+                                      const moelora_sorted_rows *sorted,
+                                      const moelora_align_plan *plan, const moelora_exec *exec) {
   const moelora_blocks blocks = {.rows = 1,
                                  .cluster = 1,
                                  .max_blocks = routes->num_rows,

@@ -110,9 +110,9 @@ ListsLayout lay_out(const moelora_align_lists_problem *problem, const moelora_al
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
-                                                   const moelora_align_plan *plan,
-                                                   const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *problem,
+                                        const moelora_align_plan *plan, const moelora_exec *exec,
+                                        size_t *bytes) {
   MOELORA_MEASURE(bytes, lay_out(problem, plan, exec).bytes);
   if (problem->lists.num_active == 0)
     return MOELORA_OK;

@@ -29,8 +29,8 @@ template <class Table> static Table *take_table(moelora_arena *arena, int64_t co
   return taken ? (Table *)taken : from;
 }
 
-extern "C" moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
-                                                   moelora_arena *arena) {
+moelora_routes moelora_cuda_take_routes(const moelora_routes *routes, bool with_map,
+                                        moelora_arena *arena) {
   moelora_routes to = *routes;
   to.adapter_enabled = nullptr;
   to.topk_ids = {
@@ -45,9 +45,8 @@ extern "C" moelora_routes moelora_cuda_take_routes(const moelora_routes *routes,
   return to;
 }
 
-extern "C" moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists,
-                                                       int32_t max_loras, bool with_counts,
-                                                       moelora_arena *arena) {
+moelora_list_blocks moelora_cuda_take_lists(const moelora_list_blocks *lists, int32_t max_loras,
+                                            bool with_counts, moelora_arena *arena) {
   moelora_list_blocks to = *lists;
   to.lora_ids = take_table(arena, lists->num_active, lists->lora_ids);
   if (with_counts)
@@ -76,10 +75,10 @@ ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes 
   return p;
 }
 
-extern "C" moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
-                                               const moelora_list_blocks *from_lists,
-                                               const moelora_list_blocks *to_lists, bool overlaps,
-                                               const moelora_exec *exec) {
+moelora_status moelora_cuda_resolve(const moelora_routes *from, const moelora_routes *to,
+                                    const moelora_list_blocks *from_lists,
+                                    const moelora_list_blocks *to_lists, bool overlaps,
+                                    const moelora_exec *exec) {
   const ResolveParams p = describe_resolve(from, to, from_lists, to_lists);
   int64_t most = from->num_rows > from->max_loras ? from->num_rows : from->max_loras;
   if (from_lists && most < from_lists->num_active)

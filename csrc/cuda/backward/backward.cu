@@ -255,9 +255,9 @@ moelora_status finish_biases(const moelora_experts_backward_problem *b, const Ba
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
-                                                        const moelora_backward_plan *plan,
-                                                        const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_experts_backward(const moelora_experts_backward_problem *b,
+                                             const moelora_backward_plan *plan,
+                                             const moelora_exec *exec, size_t *bytes) {
   const moelora_experts_problem *p = &b->forward;
   MOELORA_MEASURE(bytes, p->routes.num_rows ? lay_out(b, plan, exec).bytes : 0);
   if (!b->accumulate)

@@ -86,10 +86,9 @@ __global__ void __launch_bounds__(kThreads) bias_gradient(const __grid_constant_
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
-                                                     const moelora_routes *routes,
-                                                     const moelora_blocks *blocks,
-                                                     const moelora_exec *exec) {
+moelora_status moelora_cuda_bias_gradient(const moelora_bias_launch *b,
+                                          const moelora_routes *routes,
+                                          const moelora_blocks *blocks, const moelora_exec *exec) {
   BiasLaunch s = {};
   s.rows = b->rows;
   s.gradient = b->gradient;

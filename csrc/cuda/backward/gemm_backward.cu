@@ -199,9 +199,9 @@ moelora_status shrink_again(const moelora_gemm_backward_problem *b,
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward_problem *b,
-                                                     const moelora_gemm_backward_plan *plan,
-                                                     const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_gemm_backward(const moelora_gemm_backward_problem *b,
+                                          const moelora_gemm_backward_plan *plan,
+                                          const moelora_exec *exec, size_t *bytes) {
   const moelora_gemm_problem *p = &b->forward;
   MOELORA_MEASURE(bytes, p->routes.num_rows ? lay_out(b, plan, exec).bytes : 0);
   if (!b->accumulate)

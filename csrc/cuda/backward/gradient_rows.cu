@@ -209,9 +209,9 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int
 
 } // namespace
 
-extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
-                                                                 const moelora_gradient_uses *uses,
-                                                                 moelora_arena *arena) {
+moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,
+                                                      const moelora_gradient_uses *uses,
+                                                      moelora_arena *arena) {
   moelora_gradient_rows list = {};
   const size_t rows = (size_t)routes->num_rows;
   const int64_t pairs = (int64_t)routes->num_experts * routes->max_loras;
@@ -234,10 +234,10 @@ extern "C" moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_r
   return list;
 }
 
-extern "C" moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list,
-                                                          const moelora_routes *routes,
-                                                          const moelora_blocks *blocks,
-                                                          const moelora_exec *exec) {
+moelora_status moelora_cuda_list_gradient_rows(const moelora_gradient_rows *list,
+                                               const moelora_routes *routes,
+                                               const moelora_blocks *blocks,
+                                               const moelora_exec *exec) {
   ListLaunch s = {};
   s.list = *list;
   s.blocks = *blocks;

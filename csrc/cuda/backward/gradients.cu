@@ -530,8 +530,8 @@ moelora_status launch_any(GradientLaunch &s, int32_t most, const moelora_exec *e
 
 } // namespace
 
-extern "C" size_t moelora_cuda_gradient_slot_bytes(const moelora_gradients_launch *g,
-                                                   const moelora_gradient_rows *list) {
+size_t moelora_cuda_gradient_slot_bytes(const moelora_gradients_launch *g,
+                                        const moelora_gradient_rows *list) {
   int32_t most;
   const GradientLaunch s = describe(g, list, &most);
   size_t floats = 0;
@@ -542,9 +542,9 @@ extern "C" size_t moelora_cuda_gradient_slot_bytes(const moelora_gradients_launc
   return moelora_times(floats, sizeof(float));
 }
 
-extern "C" moelora_status moelora_cuda_factor_gradients(const moelora_gradients_launch *g,
-                                                        const moelora_gradient_rows *list,
-                                                        const moelora_exec *exec) {
+moelora_status moelora_cuda_factor_gradients(const moelora_gradients_launch *g,
+                                             const moelora_gradient_rows *list,
+                                             const moelora_exec *exec) {
   int32_t most;
   GradientLaunch s = describe(g, list, &most);
   return g->dtype == MOELORA_BF16 ? launch_any<__nv_bfloat16>(s, most, exec)

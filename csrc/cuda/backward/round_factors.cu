@@ -98,10 +98,9 @@ void add_factor(RoundLaunch *s, const moelora_factor &from, const moelora_factor
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings,
-                                                     int32_t count, const moelora_routes *routes,
-                                                     moelora_dtype dtype,
-                                                     const moelora_exec *exec) {
+moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings, int32_t count,
+                                          const moelora_routes *routes, moelora_dtype dtype,
+                                          const moelora_exec *exec) {
   RoundLaunch s = {};
   for (int32_t p = 0; p < count; p++) {
     const moelora_factors &from = *roundings[p].from, &to = *roundings[p].to;

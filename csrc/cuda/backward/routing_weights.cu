@@ -81,9 +81,8 @@ __global__ void __launch_bounds__(kThreads)
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s,
-                                                        moelora_dtype dtype,
-                                                        const moelora_exec *exec) {
+moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
+                                             const moelora_exec *exec) {
   const int64_t work = (s->num_rows + kWarps * kRows - 1) / (kWarps * kRows);
   return dtype == MOELORA_BF16 ? launch_kernel<weight_gradients<__nv_bfloat16>>(
                                      "weight_gradients", work, kThreads, 0, exec, *s)

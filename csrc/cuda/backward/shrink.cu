@@ -361,9 +361,9 @@ moelora_status launch_any(const BackShrinkParams &p, bool vectors, const moelora
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g,
-                                                   const float *scalings, void *yb, bool vectors,
-                                                   moelora_dtype dtype, const moelora_exec *exec) {
+moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
+                                        void *yb, bool vectors, moelora_dtype dtype,
+                                        const moelora_exec *exec) {
   const BackShrinkParams p = {*g, scalings, yb, 0, 0};
   return dtype == MOELORA_BF16 ? launch_any<__nv_bfloat16>(p, vectors, exec)
                                : launch_any<__half>(p, vectors, exec);

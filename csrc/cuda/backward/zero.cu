@@ -32,9 +32,8 @@ __global__ void __launch_bounds__(kThreads) zero_gradient(const __grid_constant_
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_zero_gradient(const moelora_gradient *g,
-                                                     const int32_t *pairs, int64_t num_pairs,
-                                                     const moelora_exec *exec) {
+moelora_status moelora_cuda_zero_gradient(const moelora_gradient *g, const int32_t *pairs,
+                                          int64_t num_pairs, const moelora_exec *exec) {
   const int64_t rows = (g->sparse ? num_pairs : (int64_t)g->loras * g->experts) * g->rows;
   const ZeroLaunch s = {*g, pairs, rows};
   if (rows == 0 || g->columns == 0)

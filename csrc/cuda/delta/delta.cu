@@ -148,16 +148,15 @@ moelora_status run(const moelora_delta_problem *p, int count, const moelora_delt
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_delta(const moelora_delta_problem *p,
-                                             const moelora_delta_plan *plan,
-                                             const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_delta(const moelora_delta_problem *p, const moelora_delta_plan *plan,
+                                  const moelora_exec *exec, size_t *bytes) {
   MOELORA_MEASURE(bytes, lay_out(p, 1, plan, exec).bytes);
   return run(p, 1, plan, exec);
 }
 
-extern "C" moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
-                                                 const moelora_delta_plan *plan,
-                                                 const moelora_exec *exec, size_t *bytes) {
+moelora_status moelora_cuda_mlp_delta(const moelora_mlp_delta_problem *p,
+                                      const moelora_delta_plan *plan, const moelora_exec *exec,
+                                      size_t *bytes) {
   MOELORA_MEASURE(bytes, lay_out(p->of, 2, plan, exec).bytes);
   return run(p->of, 2, plan, exec);
 }

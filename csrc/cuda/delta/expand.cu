@@ -247,9 +247,8 @@ moelora_status launch_thin(delta_expand p, const moelora_expand_plan &plan,
 
 } // namespace
 
-extern "C" moelora_status delta_launch_expand(const delta_expand *expand,
-                                              const moelora_expand_plan *plan,
-                                              const moelora_exec *exec) {
+moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
+                                   const moelora_exec *exec) {
   if (!plan->variant)
     return MOELORA_OK;
   switch (plan->variant->id) {

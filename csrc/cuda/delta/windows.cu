@@ -229,9 +229,8 @@ moelora_shrink_launch whole_segments(const delta_shrink &s) {
 
 } // namespace
 
-extern "C" moelora_status delta_launch_shrink(const delta_shrink *s,
-                                              const moelora_shrink_plan *plan,
-                                              const moelora_exec *exec) {
+moelora_status delta_launch_shrink(const delta_shrink *s, const moelora_shrink_plan *plan,
+                                   const moelora_exec *exec) {
   if (!plan->variant)
     return MOELORA_OK;
   if (plan->variant->method == MOELORA_SHRINK_SEGMENTS) {

@@ -32,8 +32,8 @@ static __global__ void __launch_bounds__(THREADS, kLightResident) pack(const pac
   }
 }
 
-extern "C" moelora_status moelora_cuda_pack_weights(const moelora_pack_problem *problem,
-                                                    const moelora_exec *exec) {
+moelora_status moelora_cuda_pack_weights(const moelora_pack_problem *problem,
+                                         const moelora_exec *exec) {
   const moelora_weights *w = &problem->w;
   const int64_t bytes = problem->element_bytes;
   pack_sizes p = {};

@@ -235,8 +235,8 @@ moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
-                                                      const moelora_exec *exec) {
+moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
+                                           const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
   if (moelora_is_fp8(w->format))
     return moelora_cuda_pack_fp8(p, exec);
@@ -250,8 +250,8 @@ extern "C" moelora_status moelora_cuda_pack_quantized(const moelora_quantized_pr
              : launch_grid<pack_quantized<false>>("pack_quantized", work, PACK_THREADS, exec, *p);
 }
 
-extern "C" moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
-                                                        const moelora_exec *exec) {
+moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
+                                             const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
   if (moelora_is_fp8(w->format))
     return moelora_cuda_unpack_fp8(p, exec);

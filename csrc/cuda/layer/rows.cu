@@ -112,9 +112,8 @@ template <class T> moelora_status copy(const CopyParams &s, const moelora_exec *
 
 } // namespace
 
-extern "C" moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c,
-                                                 const moelora_routes *routes, moelora_dtype dtype,
-                                                 const moelora_exec *exec) {
+moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c, const moelora_routes *routes,
+                                      moelora_dtype dtype, const moelora_exec *exec) {
   const CopyParams s = {*c,
                         (const int32_t *)routes->topk_ids.data,
                         c->weighted ? routes->topk_weights : nullptr,
@@ -124,16 +123,15 @@ extern "C" moelora_status moelora_cuda_copy_rows(const moelora_row_copy *c,
   return dtype == MOELORA_BF16 ? copy<__nv_bfloat16>(s, exec) : copy<__half>(s, exec);
 }
 
-extern "C" moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out,
-                                                    const int64_t stride[2], int64_t columns,
-                                                    const moelora_exec *exec) {
+moelora_status moelora_cuda_zero_skipped(const moelora_routes *routes, void *out,
+                                         const int64_t stride[2], int64_t columns,
+                                         const moelora_exec *exec) {
   return launch_kernel<zero_skipped>("zero_skipped", blocks_for(routes->num_rows), kThreads, 0,
                                      exec, (const int32_t *)routes->topk_ids.data,
                                      (int32_t)routes->num_rows, routes->top_k, (uint16_t *)out,
                                      stride[0], stride[1], columns);
 }
 
-extern "C" moelora_status moelora_cuda_save_rows(const moelora_save_launch *s,
-                                                 const moelora_exec *exec) {
+moelora_status moelora_cuda_save_rows(const moelora_save_launch *s, const moelora_exec *exec) {
   return launch_kernel<save_rows>("save_rows", blocks_for(s->num_rows), kThreads, 0, exec, *s);
 }
