@@ -4,8 +4,6 @@
 
 #include "core/backend.h"
 
-MOELORA_BEGIN_C
-
 #define OPERATOR(NAME, ...) moelora_##NAME##_function moelora_cuda_##NAME;
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
@@ -16,5 +14,4 @@ moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,
                                        const moelora_exec *exec);
 
-MOELORA_END_C
 #endif

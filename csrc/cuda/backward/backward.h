@@ -4,8 +4,6 @@
 
 #include "cuda/launch/launch.h"
 
-MOELORA_BEGIN_C
-
 /* Operand of routing_weights.cu: row p / divisor belongs to flat row p. */
 typedef struct moelora_divided_rows {
   const void *data;
@@ -36,5 +34,4 @@ moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, 
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                           int64_t num_pairs, const moelora_exec *exec);
 
-MOELORA_END_C
 #endif

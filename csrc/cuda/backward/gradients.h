@@ -20,8 +20,6 @@
 
 #include "cuda/launch/launch.h"
 
-MOELORA_BEGIN_C
-
 /* Maximum number of rows of a part, which one CTA processes for a tile of a gradient: a multiple of
  * the rows of a stage, and large enough that the float32 tiles of split sums take little memory. */
 #define MOELORA_GRADIENT_ROWS 2048
@@ -175,5 +173,4 @@ moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings, int
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);
 
-MOELORA_END_C
 #endif

@@ -9,8 +9,6 @@
 
 #include "cuda/launch/launch.h"
 
-extern "C" {
-
 /* Number of outputs that a partial sum of dt = <v, h> covers; one warp computes it. */
 #define MOELORA_DT_OUTPUTS 16
 
@@ -42,5 +40,5 @@ struct moelora_back_launch : moelora_gemm_launch {
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
                                         void *yb, bool vectors, moelora_dtype dtype,
                                         const moelora_exec *exec);
-}
+
 #endif

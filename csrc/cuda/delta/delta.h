@@ -49,13 +49,10 @@ typedef struct delta_expand {
                             unfinished */
 } delta_expand;
 
-MOELORA_BEGIN_C
-
 /* Defined in windows.cu and expand.cu, which set the window of `rows`. */
 moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shrink_plan *plan,
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
                                    const moelora_exec *exec);
 
-MOELORA_END_C
 #endif

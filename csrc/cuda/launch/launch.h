@@ -10,8 +10,6 @@
 #include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
 
-MOELORA_BEGIN_C
-
 /* A packed rank is adapter * kRanks + rank. */
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
@@ -288,5 +286,4 @@ int32_t moelora_cuda_num_sms(int32_t device_index);
 /* Returns whether the code loaded on the device supports programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);
 
-MOELORA_END_C
 #endif

@@ -4,8 +4,6 @@
 
 #include "cuda/launch/launch.h"
 
-MOELORA_BEGIN_C
-
 /* Describes to[p] = from[p], times its routing weight if `weighted`, rounded; 0 in skipped rows. */
 typedef struct moelora_row_copy {
   const void *from; /* [M, top_k, columns] */
@@ -46,5 +44,4 @@ typedef struct moelora_save_launch {
 
 moelora_status moelora_cuda_save_rows(const moelora_save_launch *s, const moelora_exec *exec);
 
-MOELORA_END_C
 #endif
