@@ -1,8 +1,7 @@
 /* Interface of a backend. validate*.c turn the public arguments of a call into a problem
  * (problems.h), plan_*.c turn (problem, device) into a plan (plans.h), and the backend executes
  * (problem, plan, exec). */
-#ifndef MOELORA_CORE_BACKEND_H
-#define MOELORA_CORE_BACKEND_H
+#pragma once
 
 #include "core/plans.h"
 #include "core/problems.h"
@@ -190,5 +189,3 @@ moelora_factors moelora_rounded(const moelora_factors *factors, int64_t depth,
                                 moelora_arena *arena);
 
 MOELORA_END_C
-
-#endif

@@ -1,7 +1,6 @@
 /* Checks of arguments, shared by the validation of all operators. Each check returns MOELORA_OK, or
  * records a message with the argument's name and its actual and expected values. */
-#ifndef MOELORA_CORE_CHECK_H
-#define MOELORA_CORE_CHECK_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -237,5 +236,3 @@ moelora_status moelora_check_padded_rows(const moelora_routing *routing,
                                          const moelora_routes *routes, bool by_adapter);
 moelora_status moelora_take_lists(const moelora_arguments *all, const moelora_lists *lists,
                                   moelora_list_blocks *blocks);
-
-#endif

@@ -1,8 +1,7 @@
 /* Properties of weight formats, derived from formats.inc, and the layout of their tiles (see
  * moelora.h). Other files use these functions, or FormatTraits in cuda/gemm/common/format.cuh,
  * instead of comparing formats. */
-#ifndef MOELORA_CORE_FORMAT_H
-#define MOELORA_CORE_FORMAT_H
+#pragma once
 
 #include "moelora.h"
 
@@ -392,5 +391,3 @@ static MOELORA_CONSTEXPR int64_t moelora_tile_row_of(moelora_row_order order, in
 }
 
 MOELORA_END_C
-
-#endif

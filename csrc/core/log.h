@@ -1,6 +1,5 @@
 /* Parses the environment variable MOELORA_LOG. */
-#ifndef MOELORA_CORE_LOG_H
-#define MOELORA_CORE_LOG_H
+#pragma once
 
 typedef enum moelora_log_level {
   MOELORA_LOG_NOTHING = 0,
@@ -10,5 +9,3 @@ typedef enum moelora_log_level {
 
 /* Returns the level, read once per process. An unknown value is reported and disables logging. */
 moelora_log_level moelora_log(void);
-
-#endif

@@ -1,6 +1,5 @@
 /* Internal interfaces between the files that compute plans. */
-#ifndef MOELORA_CORE_PLAN_H
-#define MOELORA_CORE_PLAN_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -164,5 +163,3 @@ void moelora_log_passed_over(const moelora_variant *variant, const char *why);
  * threads of `exec`. */
 moelora_status moelora_find_device(const moelora_exec *exec, const moelora_backend **backend,
                                    moelora_device_info *info);
-
-#endif

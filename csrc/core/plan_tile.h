@@ -1,6 +1,5 @@
 /* Selection of the kernel of a projection or a layer: its inputs and its candidates. */
-#ifndef MOELORA_CORE_PLAN_TILE_H
-#define MOELORA_CORE_PLAN_TILE_H
+#pragma once
 
 #include "core/plan.h"
 
@@ -60,5 +59,3 @@ double moelora_tile_ns(const moelora_variant *variant, double rows,
 
 /* family.c: returns the shared memory of all stages of a projection's kernel. */
 int32_t moelora_pipeline_bytes(const moelora_variant *variant);
-
-#endif

@@ -4,8 +4,7 @@
  * forced and tuned variants, and on the limit of the compute capability. It names a kernel wherever
  * there are several. Launchers only query the driver for the CTAs or clusters that are resident at
  * once, and run `staged` if a kernel of a whole layer does not fit. */
-#ifndef MOELORA_CORE_PLANS_H
-#define MOELORA_CORE_PLANS_H
+#pragma once
 
 #include "core/format.h"
 
@@ -315,4 +314,3 @@ typedef struct moelora_delta_plan {
 } moelora_delta_plan;
 
 MOELORA_END_C
-#endif

@@ -1,7 +1,6 @@
 /* Problems: validated arguments of a call, reduced to pointers, extents and strides. Strides count
  * elements. */
-#ifndef MOELORA_CORE_PROBLEMS_H
-#define MOELORA_CORE_PROBLEMS_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -313,5 +312,3 @@ static inline bool moelora_are_vector_factors(const moelora_factor *factors, int
 }
 
 MOELORA_END_C
-
-#endif

@@ -1,7 +1,6 @@
 /* Activations and their gradients over vectors of float32. Included by the kernels of every
  * instruction set, whose compiler flags vectorize the loops over core/activation.h. */
-#ifndef MOELORA_CPU_ACTIVATION_H
-#define MOELORA_CPU_ACTIVATION_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
@@ -114,5 +113,3 @@ static inline void moelora_activate_backward(const moelora_activation_problem *a
 #undef MOELORA_FORM
   }
 }
-
-#endif

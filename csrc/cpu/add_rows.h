@@ -1,8 +1,7 @@
 /* `add_rows` of kernels.h for the instruction set of the including file: a register tile of up to
  * ADD_ROWS rows of c by two vectors. Each step along k multiplies a row of w by one broadcast
  * element of each row of x. */
-#ifndef MOELORA_CPU_ADD_ROWS_H
-#define MOELORA_CPU_ADD_ROWS_H
+#pragma once
 
 #include "cpu/kernels.h"
 
@@ -76,5 +75,3 @@ static inline void add_rows(int64_t m, int64_t n, int64_t k, const float *const 
         ADD_ROWS_CASE(6)
       }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Horizontal sums and dequantization for the AVX-512 kernels. */
-#ifndef MOELORA_CPU_AVX512_H
-#define MOELORA_CPU_AVX512_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -52,5 +51,3 @@ static inline __m512i by_columns(moelora_format format, const void *words) {
   const __m512i bits = (__m512i)MOELORA_GATHER(format, stored);
   return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(slabs, bits), columns);
 }
-
-#endif

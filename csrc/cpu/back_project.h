@@ -1,6 +1,5 @@
 /* back_project.c: products y W of the backward, with the weights as the forward stores them. */
-#ifndef MOELORA_CPU_BACK_PROJECT_H
-#define MOELORA_CPU_BACK_PROJECT_H
+#pragma once
 
 #include "cpu/back_steps.h"
 
@@ -23,5 +22,3 @@ struct moelora_back_projection {
 /* Computes projection->yb = rounded(s y B) for every row with an adapter. */
 void moelora_cpu_back_shrink(const moelora_back_projection *projection);
 void moelora_cpu_back_project(const moelora_back_projection *projection);
-
-#endif

@@ -1,7 +1,6 @@
 /* back_steps.c: steps that the backwards of a layer and of a projection share. Rows are float32,
  * rounded to the dtype of the call, in the sorted order of the forward. */
-#ifndef MOELORA_CPU_BACK_STEPS_H
-#define MOELORA_CPU_BACK_STEPS_H
+#pragma once
 
 #include "cpu/segments.h"
 
@@ -57,5 +56,3 @@ void moelora_cpu_load_rows(const moelora_back_call *call, const moelora_loaded_r
 /* In rows with an adapter, multiplies xa or yb [P, slices, R] by call->weight, and rounds it. */
 void moelora_cpu_weigh_ranks(const moelora_back_call *call, const moelora_factors *lora,
                              float *rows);
-
-#endif

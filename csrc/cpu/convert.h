@@ -1,7 +1,6 @@
 /* Conversions between float32 and the 16-bit types in plain C, which compilers vectorize.
  * Conversions to 16 bits round to nearest even and make NaN quiet. */
-#ifndef MOELORA_CPU_CONVERT_H
-#define MOELORA_CPU_CONVERT_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -48,5 +47,3 @@ static inline uint16_t moelora_f32_to_f16(float x) {
     return (uint16_t)(sign | (moelora_bits(moelora_float(magnitude) + 0.5f) - 0x3f000000));
   return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
 }
-
-#endif

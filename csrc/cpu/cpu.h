@@ -1,6 +1,5 @@
 /* Interfaces between the files of the CPU backend. */
-#ifndef MOELORA_CPU_CPU_H
-#define MOELORA_CPU_CPU_H
+#pragma once
 
 #include "core/backend.h"
 #include "cpu/kernels.h"
@@ -236,5 +235,3 @@ void moelora_cpu_round_factors(const moelora_variant *variant, const moelora_rou
 #define OPERATOR(NAME, ...) moelora_##NAME##_function moelora_cpu_##NAME;
 #define CONVERSION(NAME, ...) OPERATOR(NAME)
 #include "core/operators.inc"
-
-#endif

@@ -16,8 +16,7 @@
  * After MOELORA_GATHER reorders the words, byte b of word (q, s) of `words` [4 q][4 s][4 bytes] is
  * column 16 s + 2 q + (b / 2) + 8 (b % 2): its low nibble belongs to the first row and indexes
  * low[s G / 4] for G groups per row, its high nibble to the second row and high[s G / 4]. */
-#ifndef MOELORA_CPU_DEQUANTIZE_H
-#define MOELORA_CPU_DEQUANTIZE_H
+#pragma once
 
 #include "core/format.h"
 #include "cpu/convert.h"
@@ -106,5 +105,3 @@ INLINE void dequantize_fp8(const bool bf16, const uint8_t *row, int32_t r, const
                                     void *to) {                                                    \
     dequantize_fp8(BF16, row, r, scale, to);                                                       \
   }
-
-#endif

@@ -1,7 +1,6 @@
 /* Conversions of e4m3 (OCP 8-bit floating point, 1.0): 4 exponent bits with bias 7; no infinities;
  * NaN if all bits but the sign are set. */
-#ifndef MOELORA_CPU_E4M3_H
-#define MOELORA_CPU_E4M3_H
+#pragma once
 
 #include "cpu/convert.h"
 
@@ -26,5 +25,3 @@ static inline float moelora_round_e4m3(float x) {
   const float rounded = most < 0x1p-6f ? subnormal : size != size ? size : normal;
   return moelora_float(moelora_bits(rounded) | sign);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Converts float16 rows with F16C, eight values at a time, and e4m3 by way of float16. */
-#ifndef MOELORA_CPU_F16C_H
-#define MOELORA_CPU_F16C_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -49,5 +48,3 @@ static inline void round_f16(const float *src, void *dst, int64_t n) {
   for (; i < n; i++)
     to[i] = moelora_f16_to_f32(moelora_f32_to_f16(src[i]));
 }
-
-#endif

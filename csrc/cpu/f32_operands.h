@@ -1,7 +1,6 @@
 /* Code that the kernels of all instruction sets include, and compile with their own flags:
  * conversions of whole rows, and kernel tables for float32 operands. */
-#ifndef MOELORA_CPU_F32_OPERANDS_H
-#define MOELORA_CPU_F32_OPERANDS_H
+#pragma once
 
 #include <string.h>
 
@@ -63,5 +62,3 @@ static inline void round_f32(const float *src, void *dst, int64_t n) {
       bf16, .widens = true, .dequantize = dequantize_bf16, .dequantize_fp8 = dequantize_fp8_bf16); \
   const moelora_cpu_kernels moelora_gemm_f16_##ISA = F32_OPERANDS(                                 \
       f16, .widens = true, .dequantize = dequantize_f16, .dequantize_fp8 = dequantize_fp8_f16);
-
-#endif

@@ -1,6 +1,5 @@
 /* Rows of a backward: float32 values, rounded to the dtype of the call. */
-#ifndef MOELORA_CPU_F32_ROWS_H
-#define MOELORA_CPU_F32_ROWS_H
+#pragma once
 
 #include "cpu/cpu.h"
 
@@ -44,5 +43,3 @@ static inline float moelora_row_dot(const moelora_cpu_kernels *kernels, size_t b
   }
   return sum;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* gradients.c: gradients of factors and biases. */
-#ifndef MOELORA_CPU_GRADIENTS_H
-#define MOELORA_CPU_GRADIENTS_H
+#pragma once
 
 #include "cpu/back_steps.h"
 
@@ -56,5 +55,3 @@ typedef struct moelora_row_sum {
 } moelora_row_sum;
 
 void moelora_cpu_row_sum(const moelora_row_sum *sum);
-
-#endif

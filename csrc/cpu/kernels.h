@@ -7,8 +7,7 @@
  * Batch invariance: `dot` sums K in a fixed order that depends only on k, not on the number of
  * rows, a row's position or alignment, and all callers split K into the same passes. The result of
  * a row is therefore bit-identical whatever shares its tile. */
-#ifndef MOELORA_CPU_KERNELS_H
-#define MOELORA_CPU_KERNELS_H
+#pragma once
 
 #include <string.h>
 
@@ -119,6 +118,4 @@ static inline void moelora_operands_to_f32(const moelora_cpu_kernels *kernels, c
 
 #if defined(__x86_64__)
 extern const moelora_cpu_matrix moelora_matrix_amx;
-#endif
-
 #endif

@@ -1,6 +1,5 @@
 /* saved.c: the tensors that a layer's forward saves for its backward. */
-#ifndef MOELORA_CPU_SAVED_H
-#define MOELORA_CPU_SAVED_H
+#pragma once
 
 #include "cpu/back_steps.h"
 
@@ -12,5 +11,3 @@ void moelora_cpu_load_shrink(const moelora_back_call *call, const moelora_factor
                              const moelora_saved_rows *saved, int32_t which, float *xa);
 /* Zeroes gate_up in skipped rows. */
 void moelora_cpu_save_skipped(const moelora_experts_problem *problem, const moelora_sorted *sorted);
-
-#endif

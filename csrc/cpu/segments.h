@@ -1,6 +1,5 @@
 /* segments.c: runs of sorted rows with one expert and one adapter. */
-#ifndef MOELORA_CPU_SEGMENTS_H
-#define MOELORA_CPU_SEGMENTS_H
+#pragma once
 
 #include "cpu/cpu.h"
 
@@ -24,5 +23,3 @@ void moelora_segments_take(const moelora_routes *routes, moelora_arena *arena,
                            moelora_segments *segments);
 void moelora_find_segments(const moelora_routes *routes, const moelora_sorted *sorted,
                            moelora_segments *segments);
-
-#endif

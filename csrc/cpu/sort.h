@@ -1,6 +1,5 @@
 /* Routed rows sorted by (local expert, adapter with -1 first, flat row), without skipped rows. */
-#ifndef MOELORA_CPU_SORT_H
-#define MOELORA_CPU_SORT_H
+#pragma once
 
 #include "cpu/tables.h"
 
@@ -37,5 +36,3 @@ static inline int32_t moelora_rank_at(const moelora_sorted *sorted, int64_t at, 
   const int32_t adapter = sorted->adapter[at];
   return adapter < 0 ? 0 : moelora_rank_of(&sorted->tables, adapter, max_rank);
 }
-
-#endif

@@ -5,8 +5,7 @@
  * disable adapters at any time. Each element is therefore copied once, first of all, and all
  * indices, counts, sizes and scalings derive from the copy. A concurrent change may affect some
  * rows and not others, but it cannot occur between the steps that count a row and place it. */
-#ifndef MOELORA_CPU_TABLES_H
-#define MOELORA_CPU_TABLES_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -48,5 +47,3 @@ static inline int32_t moelora_rank_of(const moelora_tables *tables, int32_t adap
 static inline float *moelora_take_floats(moelora_arena *arena, int64_t rows, int64_t columns) {
   return moelora_take_array(arena, moelora_times((size_t)rows, (size_t)columns), sizeof(float));
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Declares the functions of the backend's table. */
-#ifndef MOELORA_CUDA_BACKEND_H
-#define MOELORA_CUDA_BACKEND_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -13,5 +12,3 @@ moelora_status moelora_cuda_pack_fp8(const moelora_quantized_problem *problem,
                                      const moelora_exec *exec);
 moelora_status moelora_cuda_unpack_fp8(const moelora_quantized_problem *problem,
                                        const moelora_exec *exec);
-
-#endif

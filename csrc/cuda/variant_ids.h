@@ -1,6 +1,5 @@
 /* Enumerates the rows of variants.inc. */
-#ifndef MOELORA_CUDA_VARIANT_IDS_H
-#define MOELORA_CUDA_VARIANT_IDS_H
+#pragma once
 
 enum {
 #define MOELORA_CUDA_GEMM(STEM, ...) CUDA_gemm_bf16_##STEM, CUDA_gemm_f16_##STEM,
@@ -20,5 +19,3 @@ enum {
 #define MOELORA_BOTH_DTYPES(LAUNCH, ROLE, STEM, ...)                                               \
   LAUNCH(ROLE##_bf16_##STEM, __nv_bfloat16, __VA_ARGS__)                                           \
   LAUNCH(ROLE##_f16_##STEM, __half, __VA_ARGS__)
-
-#endif

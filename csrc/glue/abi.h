@@ -3,8 +3,7 @@
  * They are declared here because torch's own headers are C++. tests/c/abi_conformance.cpp includes
  * both and fails to compile if a prototype differs. CPU builds of torch lack the weak functions
  * (NULL). */
-#ifndef MOELORA_GLUE_ABI_H
-#define MOELORA_GLUE_ABI_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -93,5 +92,4 @@ __attribute__((weak)) AOTITorchError aoti_torch_delete_cuda_guard(CUDAGuardHandl
 
 #ifdef __cplusplus
 }
-#endif
 #endif

@@ -6,8 +6,7 @@
  *
  * Tensors on torch's meta device have sizes but no memory. A call on them performs all checks of a
  * CPU call, computes nothing, and returns meta tensors. */
-#ifndef MOELORA_GLUE_OP_CONTEXT_H
-#define MOELORA_GLUE_OP_CONTEXT_H
+#pragma once
 
 #include "glue/abi.h"
 #include "moelora.h"
@@ -84,5 +83,3 @@ enum { MOELORA_NAMESPACE_BYTES = 128 };
 /* register.c: defines and registers the operators of ops.inc in torch's namespace of this name, and
  * in NAME_meta. Returns NULL, or what went wrong. */
 const char *moelora_register_ops(const char *name);
-
-#endif

@@ -1,7 +1,6 @@
 /* Implementations of the operators of ops.inc, RUN(ctx, args) of each row, for unpacked arguments.
  * They create the outputs and record failures in the context. */
-#ifndef MOELORA_GLUE_OPS_H
-#define MOELORA_GLUE_OPS_H
+#pragma once
 
 #include "core/backend.h"
 #include "glue/op_context.h"
@@ -45,5 +44,3 @@ static inline int64_t op_num_rows(const moelora_tensor *topk_ids) {
 
 /* ops.c: returns N of w: [E, N, K], packed [E, N/64, K/64, 64, 64], or tiles. */
 int64_t op_weight_rows(const moelora_tensor *w, const moelora_layout *layout);
-
-#endif

@@ -19,8 +19,7 @@
  * align/tiny.cu: each item is compared with all others; one launch, no bins. align/small.cu: each
  * CTA reads all items and counts them itself; one launch. align/large.cu: a first launch counts the
  * items of several chunks per CTA, a second one sums the counts and places the items. */
-#ifndef MOELORA_CUDA_ALIGN_CUH
-#define MOELORA_CUDA_ALIGN_CUH
+#pragma once
 
 #include "cuda/align/align.h"
 #include "cuda/ptx/pdl.cuh"
@@ -436,5 +435,3 @@ static __device__ __forceinline__ void write_zeros(const align_sort &s) {
       body[vectors * 16 + threadIdx.x] = 0;
   }
 }
-
-#endif

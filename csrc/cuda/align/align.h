@@ -1,6 +1,5 @@
 /* Interface between the host side of alignment and its kernels. */
-#ifndef MOELORA_CUDA_ALIGN_H
-#define MOELORA_CUDA_ALIGN_H
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -80,5 +79,3 @@ static inline uint32_t align_zero_ctas(const align_sort &sort) {
   size_t bytes_per_cta = 64 << 10, ctas = (sort.zero_bytes + bytes_per_cta - 1) / bytes_per_cta;
   return (uint32_t)(ctas < 256 ? ctas : 256);
 }
-
-#endif

@@ -5,8 +5,7 @@
  *   adapter[m]   adapter of token m if it exists and is enabled; -1: none
  *   ranks[l], scalings[l], one_a[l], expert_map[g]   copied
  *   lists        lora_ids as adapters that exist and are enabled, -1: none; counts copied */
-#ifndef MOELORA_CUDA_RESOLVE_CUH
-#define MOELORA_CUDA_RESOLVE_CUH
+#pragma once
 
 #include "cuda/launch/launch.h"
 #include "cuda/launch/routes.cuh"
@@ -64,5 +63,3 @@ static __device__ __forceinline__ void resolve_others(const ResolveParams &p, in
 ResolveParams describe_resolve(const moelora_routes *from, const moelora_routes *to,
                                const moelora_list_blocks *from_lists,
                                const moelora_list_blocks *to_lists);
-
-#endif

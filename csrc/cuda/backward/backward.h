@@ -1,6 +1,5 @@
 /* The backward of a layer on the GPU; see backward.cu. */
-#ifndef MOELORA_CUDA_BACKWARD_H
-#define MOELORA_CUDA_BACKWARD_H
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -33,5 +32,3 @@ moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, 
 /* zero.cu: zeroes a gradient; of a sparse one, only the matrices whose index is in `pairs`. */
 moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
                                           int64_t num_pairs, const moelora_exec *exec);
-
-#endif

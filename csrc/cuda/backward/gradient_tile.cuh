@@ -2,8 +2,7 @@
  *
  * A tile of a part is RANKS columns of `ranks` by kColumns columns of `wide`. The rank columns of
  * all slices are concatenated, with each slice padded to a multiple of 16. */
-#ifndef MOELORA_CUDA_GRADIENT_TILE_CUH
-#define MOELORA_CUDA_GRADIENT_TILE_CUH
+#pragma once
 
 #include "cuda/backward/gradients.h"
 #include "cuda/ptx/mma.cuh"
@@ -150,5 +149,3 @@ __device__ __forceinline__ void write_tile(const GradientProduct &p, const Gradi
   else
     write_units<T, S, 1>(p, tile, to, rank, accumulate, sums);
 }
-
-#endif

@@ -15,8 +15,7 @@
  * Factors are summed in float32: within an adapter in the order of experts, within an expert in the
  * order of flat rows, in parts of MOELORA_GRADIENT_ROWS rows that are added in order. Results do
  * not depend on other adapters, on the position of rows, or on the grid. */
-#ifndef MOELORA_CUDA_GRADIENTS_H
-#define MOELORA_CUDA_GRADIENTS_H
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -172,5 +171,3 @@ typedef struct moelora_rounding {
 moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings, int32_t count,
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);
-
-#endif

@@ -8,8 +8,7 @@
  * Gradients are overwritten, have the dtype of the operands and allow 16-byte accesses. Transposed
  * ones have one slice. M of m16n8k16 is the rows of the gradient: ranks for A, columns of `wide`
  * for B. K is the rows of the pair, in their order; rows past the end are zero in both operands. */
-#ifndef MOELORA_CUDA_GRADIENTS_FEW_CUH
-#define MOELORA_CUDA_GRADIENTS_FEW_CUH
+#pragma once
 
 #include "cuda/backward/gradient_tile.cuh"
 #include "cuda/backward/row_copies.cuh"
@@ -362,5 +361,3 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     __syncthreads(); // all warps have read the rows
   }
 }
-
-#endif

@@ -4,8 +4,7 @@
  *   dz[p] = dgu[p] W13[e] + yb13[p] A13[l, e]            all slices of A extend K
  *
  * and the shrinks before them, yb = s y B. Like the forward, they use one alignment of rows. */
-#ifndef MOELORA_CUDA_BACKWARD_PRODUCTS_H
-#define MOELORA_CUDA_BACKWARD_PRODUCTS_H
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -40,5 +39,3 @@ struct moelora_back_launch : moelora_gemm_launch {
 moelora_status moelora_cuda_back_shrink(const moelora_gemm_launch *g, const float *scalings,
                                         void *yb, bool vectors, moelora_dtype dtype,
                                         const moelora_exec *exec);
-
-#endif

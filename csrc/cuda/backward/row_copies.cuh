@@ -1,6 +1,5 @@
 /* Copies rows of gradient operands to shared memory. Declares the gradient kernels' arguments. */
-#ifndef MOELORA_CUDA_ROW_COPIES_CUH
-#define MOELORA_CUDA_ROW_COPIES_CUH
+#pragma once
 
 #include "cuda/backward/gradient_tile.cuh"
 
@@ -49,5 +48,3 @@ __device__ __forceinline__ int divide_work(int64_t at, int tiles) {
   return at >> 32 ? divide_wide((uint64_t)at, (uint32_t)tiles)
                   : (int)((uint32_t)at / (uint32_t)tiles);
 }
-
-#endif

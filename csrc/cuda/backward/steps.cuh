@@ -1,6 +1,5 @@
 /* Steps that the backward passes of a layer and of a projection share. */
-#ifndef MOELORA_CUDA_BACKWARD_STEPS_CUH
-#define MOELORA_CUDA_BACKWARD_STEPS_CUH
+#pragma once
 
 #include "cuda/backward/backward.h"
 #include "cuda/backward/gradients.h"
@@ -123,5 +122,3 @@ inline moelora_weight_gradients gradients_of_weights(const Alignment *a, float *
 }
 
 } // namespace
-
-#endif

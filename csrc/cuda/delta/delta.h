@@ -1,6 +1,5 @@
 /* Arguments of the delta kernels. Strides count elements. */
-#ifndef MOELORA_CUDA_DELTA_H
-#define MOELORA_CUDA_DELTA_H
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -54,5 +53,3 @@ moelora_status delta_launch_shrink(const delta_shrink *shrink, const moelora_shr
                                    const moelora_exec *exec);
 moelora_status delta_launch_expand(const delta_expand *expand, const moelora_expand_plan *plan,
                                    const moelora_exec *exec);
-
-#endif

@@ -7,8 +7,7 @@
  *            lane ends up with 8 adjacent columns of rows lane / 4 and lane / 4 + 8
  * A stage holds operands in that order: a panel is 8 rows of up to 32 ranks, and lane t reads its
  * t-th 16 (8) bytes. All global accesses are whole sectors. */
-#ifndef MOELORA_CUDA_DELTA_EXPAND_CUH
-#define MOELORA_CUDA_DELTA_EXPAND_CUH
+#pragma once
 
 #include "cuda/delta/rows.cuh"
 
@@ -372,5 +371,3 @@ template <class T, int STEPS, bool SILU, bool VECTORS> struct Expand {
     }
   }
 };
-
-#endif

@@ -7,8 +7,7 @@
  *
  * With MOELORA_GROUPED, each CTA sorts the rows of every window that it loads. The plan chooses
  * this for batches of at most two windows, where it costs less than a launch that sorts them. */
-#ifndef MOELORA_CUDA_DELTA_ROWS_CUH
-#define MOELORA_CUDA_DELTA_ROWS_CUH
+#pragma once
 
 #include "cuda/align/align.cuh"
 #include "cuda/delta/delta.h"
@@ -320,5 +319,3 @@ __device__ __forceinline__ void load_window(const delta_rows &r, int64_t window,
   }
   __syncthreads();
 }
-
-#endif

@@ -4,8 +4,7 @@
  * Ranks have the same slots as in delta/expand.cuh, so that results are bitwise equal. Slot g + 8 j
  * of product t holds column 2 t + j of the columns that lanes with lane / 4 = g store, so that a
  * lane ends up with adjacent columns of rows 2 (lane % 4) and 2 (lane % 4) + 1. */
-#ifndef MOELORA_CUDA_DELTA_TILE_CUH
-#define MOELORA_CUDA_DELTA_TILE_CUH
+#pragma once
 
 #include "cuda/delta/expand.cuh"
 
@@ -142,5 +141,3 @@ template <class T, int STEPS> struct ThinTile {
     }
   }
 };
-
-#endif

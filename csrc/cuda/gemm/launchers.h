@@ -1,7 +1,6 @@
 /* Launchers of the grouped GEMM kernels in variants.inc. This header is plain C and includes none
  * of CUDA's headers. */
-#ifndef MOELORA_CUDA_GEMM_LAUNCHERS_H
-#define MOELORA_CUDA_GEMM_LAUNCHERS_H
+#pragma once
 
 #include "core/backend.h"
 #include "cuda/variant_ids.h"
@@ -33,4 +32,3 @@ extern moelora_gemm_launcher *const moelora_cuda_saving_launchers[MOELORA_CUDA_R
 extern moelora_back_launcher *const moelora_cuda_back_launchers[MOELORA_CUDA_ROWS];
 
 MOELORA_END_C
-#endif

@@ -1,7 +1,6 @@
 /* Division by an invariant integer (Granlund and Montgomery, "Division by invariant integers using
  * multiplication", 1994). */
-#ifndef MOELORA_CUDA_DIVISOR_H
-#define MOELORA_CUDA_DIVISOR_H
+#pragma once
 
 #include <stdint.h>
 
@@ -35,6 +34,4 @@ static __device__ __forceinline__ uint32_t divide(uint32_t n, const moelora_divi
 static __device__ __forceinline__ moelora_divisor divisor_with(uint32_t value, uint32_t magic) {
   return {value, magic, 32u - (uint32_t)__clz((int)value - 1)};
 }
-#endif
-
 #endif

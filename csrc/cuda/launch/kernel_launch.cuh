@@ -1,6 +1,5 @@
 /* Launches kernels, with dynamic shared memory, clusters, programmatic dependent launch (PDL). */
-#ifndef MOELORA_CUDA_KERNEL_LAUNCH_CUH
-#define MOELORA_CUDA_KERNEL_LAUNCH_CUH
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -186,5 +185,3 @@ moelora_status launch_cooperative(const char *name, int64_t work, int threads, s
   }
   return moelora_cuda_check(error, name);
 }
-
-#endif

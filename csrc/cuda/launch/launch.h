@@ -1,8 +1,7 @@
 /* Interfaces between the CUDA files of a layer. Functions that take an exec and return a status
  * enqueue work on its stream. Pointers are device pointers unless noted otherwise; strides count
  * elements. */
-#ifndef MOELORA_CUDA_LAUNCH_H
-#define MOELORA_CUDA_LAUNCH_H
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -285,5 +284,3 @@ moelora_status moelora_cuda_check(cudaError_t error, const char *what);
 int32_t moelora_cuda_num_sms(int32_t device_index);
 /* Returns whether the code loaded on the device supports programmatic dependent launch. */
 bool moelora_cuda_can_overlap(int32_t device_index);
-
-#endif

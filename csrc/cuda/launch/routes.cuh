@@ -1,8 +1,7 @@
 /* Device helpers that map ids to local experts and enabled adapters, and that address LoRA factors.
  * Functions of N ids issue all N loads before using one: for an id out of range, they load entry 0
  * and discard it. */
-#ifndef MOELORA_CUDA_ROUTES_CUH
-#define MOELORA_CUDA_ROUTES_CUH
+#pragma once
 
 #include "core/backend.h"
 
@@ -87,5 +86,3 @@ __device__ __forceinline__ const T *factor_row(const moelora_factor &f, int64_t 
                                                int64_t expert, int64_t i) {
   return (const T *)f.data + adapter * f.stride_l + expert * f.stride_e + i * f.stride_i;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Functions that exchange values within a warp. */
-#ifndef MOELORA_CUDA_WARP_CUH
-#define MOELORA_CUDA_WARP_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -44,5 +43,3 @@ template <class Value> __device__ __forceinline__ Value quad_sum(Value value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Aligns the rows of a layer, forward or backward, in its workspace. */
-#ifndef MOELORA_CUDA_ALIGNMENT_CUH
-#define MOELORA_CUDA_ALIGNMENT_CUH
+#pragma once
 
 #include "cuda/launch/launch.h"
 #include "cuda/layer/rows.h"
@@ -121,5 +120,3 @@ inline moelora_sum_launch sum_of_rows(const Alignment *a, const void *z, bool by
 }
 
 } // namespace
-
-#endif

@@ -1,6 +1,5 @@
 /* Small kernels that copy or zero rows of a layer where the kernel of a projection cannot. */
-#ifndef MOELORA_CUDA_ROWS_H
-#define MOELORA_CUDA_ROWS_H
+#pragma once
 
 #include "cuda/launch/launch.h"
 
@@ -43,5 +42,3 @@ typedef struct moelora_save_launch {
 } moelora_save_launch;
 
 moelora_status moelora_cuda_save_rows(const moelora_save_launch *s, const moelora_exec *exec);
-
-#endif

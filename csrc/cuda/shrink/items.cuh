@@ -8,8 +8,7 @@
  * Otherwise, each warp searches blocks for segments. The items of a block are distributed to
  * `shares` work units, and these to the warps of CTAs, such that concurrent CTAs work on a `group`
  * of adjacent blocks. */
-#ifndef MOELORA_CUDA_SHRINK_ITEMS_CUH
-#define MOELORA_CUDA_SHRINK_ITEMS_CUH
+#pragma once
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/shrink/segments.cuh"
@@ -183,5 +182,3 @@ private:
             (uint16_t)cut.columns};
   }
 };
-
-#endif

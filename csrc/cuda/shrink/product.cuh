@@ -9,8 +9,7 @@
  *
  * A team of warps has up to TEAM_RANKS rows of A. Its DEPTHS warps split K into spans, each a
  * multiple of 64 elements; the sums of the spans are added in order. */
-#ifndef MOELORA_CUDA_SHRINK_PRODUCT_CUH
-#define MOELORA_CUDA_SHRINK_PRODUCT_CUH
+#pragma once
 
 #include "cuda/launch/routes.cuh"
 #include "cuda/launch/launch.h"
@@ -253,5 +252,3 @@ __device__ __forceinline__ uint4 round_ranks(const float (&sum)[8], float scalin
     rounded[j / 2] = round_two<T>(sum + j, scaling, r + j, rank);
   return make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
-
-#endif

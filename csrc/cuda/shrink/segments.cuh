@@ -9,8 +9,7 @@
  * have similar lengths, each is split between equally many CTAs instead, and a CTA reads a single
  * A. The split does not affect results: each row is multiplied on its own, over K in the same
  * order. */
-#ifndef MOELORA_CUDA_SHRINK_SEGMENTS_CUH
-#define MOELORA_CUDA_SHRINK_SEGMENTS_CUH
+#pragma once
 
 #include "cuda/shrink/product.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -259,5 +258,3 @@ __device__ __forceinline__ void list_items(const moelora_shrink_launch &s, L &li
   if (s.by_adapter && count > 0)
     order_items(list, count);
 }
-
-#endif

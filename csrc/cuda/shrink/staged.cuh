@@ -11,8 +11,7 @@
  * of row i is at c ^ i % 8, so that ldmatrix reads eight rows without bank conflicts. Rows that an
  * item lacks are not loaded: stale memory affects only their rows and columns of the product, which
  * are not stored. K beyond the end is zero in both. */
-#ifndef MOELORA_CUDA_SHRINK_STAGED_CUH
-#define MOELORA_CUDA_SHRINK_STAGED_CUH
+#pragma once
 
 #include "cuda/shrink/product.cuh"
 
@@ -201,5 +200,3 @@ __device__ __forceinline__ void run_staged(const StagedRows &rows, const Stages<
     store(number, products);
   }
 }
-
-#endif

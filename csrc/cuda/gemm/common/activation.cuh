@@ -1,7 +1,6 @@
 /* Activations on a GPU: includes core/activation.h and adds the forward of gated activations in
  * PTX. Epilogues are unrolled over a thread's outputs, so they branch on the form once for all. */
-#ifndef MOELORA_CUDA_ACTIVATION_CUH
-#define MOELORA_CUDA_ACTIVATION_CUH
+#pragma once
 
 #include <type_traits>
 
@@ -91,5 +90,3 @@ __device__ __forceinline__ void with_gradient(const moelora_activation_terms &p,
   else
     f([&](float *g, float *u, float dh) { return moelora_squared_gradient(&p, g, u, dh); });
 }
-
-#endif

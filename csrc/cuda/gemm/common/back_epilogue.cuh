@@ -4,8 +4,7 @@
  *   h = act(gate_up)   dgu = act'(gate_up) t v   dt[position, i] = sum over 16 outputs of v h
  *
  * t is the routing weight. Rows are read and written as in gate_up.cuh. */
-#ifndef MOELORA_CUDA_BACK_EPILOGUE_CUH
-#define MOELORA_CUDA_BACK_EPILOGUE_CUH
+#pragma once
 
 #include "cuda/backward/products.h"
 #include "cuda/gemm/common/epilogue.cuh"
@@ -151,5 +150,3 @@ __device__ __forceinline__ void store_through(const float *d, const moelora_back
   if (lane < 4 && mine + 1 < count)
     to[(mine + 1) * g.dact.dt_parts] = dt.y;
 }
-
-#endif

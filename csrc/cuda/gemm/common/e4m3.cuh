@@ -1,8 +1,7 @@
 /* Quantizes to e4m3. A lane has 16 neighboring columns of a row, so that a scale group of 128 is in
  * eight lanes. e4m3_bytes orders 16 columns as weight tiles do: 2q, 2q + 1, 2q + 8, 2q + 9 for
  * q = 0..3. */
-#ifndef MOELORA_CUDA_E4M3_CUH
-#define MOELORA_CUDA_E4M3_CUH
+#pragma once
 
 #include <cuda_fp8.h>
 
@@ -73,5 +72,3 @@ __device__ __forceinline__ uint4 e4m3_bytes(const FloatColumns &n) {
       e4m3_pair(n, 0) | e4m3_pair(n, 4) << 16, e4m3_pair(n, 1) | e4m3_pair(n, 5) << 16,
       e4m3_pair(n, 2) | e4m3_pair(n, 6) << 16, e4m3_pair(n, 3) | e4m3_pair(n, 7) << 16);
 }
-
-#endif

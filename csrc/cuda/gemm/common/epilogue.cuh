@@ -1,7 +1,6 @@
 /* Epilogue: applies bias, activation and routing weight to accumulators, and computes output
  * addresses. The accumulator layout is described in tile.cuh. */
-#ifndef MOELORA_CUDA_EPILOGUE_CUH
-#define MOELORA_CUDA_EPILOGUE_CUH
+#pragma once
 
 #include "cuda/gemm/common/activation.cuh"
 #include "cuda/gemm/common/tile.cuh"
@@ -157,5 +156,3 @@ private:
     }
   }
 };
-
-#endif

@@ -5,8 +5,7 @@
  * 16-bit float. The result is too small by 2^126 (bf16) or 2^14 (fp16), which scales compensate.
  * The tile layout spaces the bits of three of four values as bf16 needs them, so that a shift and a
  * mask suffice. */
-#ifndef MOELORA_CUDA_FORMAT_E2M1_CUH
-#define MOELORA_CUDA_FORMAT_E2M1_CUH
+#pragma once
 
 #include "cuda/gemm/common/format.cuh"
 
@@ -99,5 +98,3 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_NVFP4, T, ZEROS>
     return multiply2<T>(e2m1<T, I>(word), both_halves<I % 2>(scales));
   }
 };
-
-#endif

@@ -1,6 +1,5 @@
 /* Dequantizes e4m3 to bf16 or fp16: rounds the scale, then its product with the value. */
-#ifndef MOELORA_CUDA_FORMAT_FP8_CUH
-#define MOELORA_CUDA_FORMAT_FP8_CUH
+#pragma once
 
 #include "cuda/gemm/common/format.cuh"
 
@@ -21,5 +20,3 @@ __device__ __forceinline__ uint32_t e4m3(uint32_t word, uint32_t scales) {
   const uint32_t value = bytes << (IS_BF16 ? 4 : 7) & (IS_BF16 ? 0x87f087f0u : 0xbf80bf80u);
   return multiply2<T>(value, both_halves<SCALE>(scales));
 }
-
-#endif

@@ -4,8 +4,7 @@
  * bits, 1024 + 16 n. bf16: a nibble alone is the subnormal n 2^-133; four bits higher it is n
  * 2^-129, because exponent 1 continues the subnormals. In bf16, if all zero points are 8, n s - 8 s
  * is a single fma whose addend is exact. Otherwise the zero point is subtracted first. */
-#ifndef MOELORA_CUDA_FORMAT_INT4_CUH
-#define MOELORA_CUDA_FORMAT_INT4_CUH
+#pragma once
 
 #include "cuda/gemm/common/format.cuh"
 
@@ -97,5 +96,3 @@ template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_INT4, T, ZEROS> 
     return int4_values<T, ZEROS, I, I % 2>(word, scales, zeros);
   }
 };
-
-#endif

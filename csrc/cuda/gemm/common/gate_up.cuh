@@ -2,8 +2,7 @@
  * backward reads. Memory has the outputs of a row side by side, accumulators have the outputs of a
  * token in different lanes. movmatrix transposes 8 x 8 tiles: a lane then has outputs 2 (lane % 4)
  * and 2 (lane % 4) + 1 of token lane / 4. */
-#ifndef MOELORA_CUDA_GATE_UP_CUH
-#define MOELORA_CUDA_GATE_UP_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 
@@ -94,5 +93,3 @@ __device__ __forceinline__ void save_before(const float *d0, const float *d1,
                        pair.up);
   }
 }
-
-#endif

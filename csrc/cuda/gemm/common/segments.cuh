@@ -1,8 +1,7 @@
 /* Finds and lists the segments of a block and iterates over the k16 slabs of a GEMM tile. A slab is
  * 16 ranks of a segment's adapter, in one slice that the tile overlaps or, if gate and up have a
  * slice each, in both. */
-#ifndef MOELORA_CUDA_SEGMENTS_CUH
-#define MOELORA_CUDA_SEGMENTS_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 
@@ -163,5 +162,3 @@ struct SlabIterator {
     return slab;
   }
 };
-
-#endif

@@ -22,8 +22,7 @@
  * The backward multiplies by the same weights without transposing them in memory: rows of W are K,
  * its columns are outputs. An m64 tile of a stage then has a row of 64 outputs for each of 64
  * elements of K: ldmatrix transposes it, wgmma reads it as an MN-major operand. */
-#ifndef MOELORA_CUDA_TILE_CUH
-#define MOELORA_CUDA_TILE_CUH
+#pragma once
 
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/routes.cuh"
@@ -216,5 +215,3 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
   const int height = min(share, count - skipped), rest = index - first * columns;
   return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block], 0};
 }
-
-#endif

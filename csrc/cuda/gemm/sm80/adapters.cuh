@@ -1,8 +1,7 @@
 /* Adapters of a tile in the portable GEMM: fills pipeline stages with k16 slabs and multiplies
  * them, one subtile per slab. Rows of B replace the weights of a stage; chunks 2j and 2j + 1 of
  * such a row belong to slab j of the stage. */
-#ifndef MOELORA_CUDA_SM80_ADAPTERS_CUH
-#define MOELORA_CUDA_SM80_ADAPTERS_CUH
+#pragma once
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm80/product.cuh"
@@ -273,5 +272,3 @@ __device__ __forceinline__ void expand(WarpTile<E> &sum, bool gate_up,
     }
   }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Copies of chunks of eight elements to a stage of the portable GEMM. */
-#ifndef MOELORA_CUDA_SM80_COPIES_CUH
-#define MOELORA_CUDA_SM80_COPIES_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 
@@ -19,5 +18,3 @@ __device__ __forceinline__ uint32_t row_chunk() {
   const int thread = threadIdx.x;
   return thread / 8 * kRowBytes + ((thread & 7 ^ thread / 8 & 7) << 4);
 }
-
-#endif

@@ -10,8 +10,7 @@
  * the first stages of the next tile are in flight. K is accumulated in k16 steps in order, for
  * every tile size, so that all variants of a format agree bit for bit. If rows are not aligned to
  * 16 bytes (VECTORS false), they are copied element by element. */
-#ifndef MOELORA_CUDA_SM80_GEMM_CUH
-#define MOELORA_CUDA_SM80_GEMM_CUH
+#pragma once
 
 #include <stddef.h>
 
@@ -376,5 +375,3 @@ using LaunchBack =
     Launch<Transposed<StageExtent<BLOCK_M, BLOCK_N / 64, FORMAT>>, T, STAGES, CLUSTER>;
 
 } // namespace
-
-#endif

@@ -1,6 +1,5 @@
 /* Loads the operands of the portable GEMM into pipeline stages. */
-#ifndef MOELORA_CUDA_SM80_OPERANDS_CUH
-#define MOELORA_CUDA_SM80_OPERANDS_CUH
+#pragma once
 
 #include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/gemm/sm80/product.cuh"
@@ -394,5 +393,3 @@ template <class E, class T, bool VECTORS> struct OperandLoader {
     copy<2>(g, from, stage, slots, place(g), wanted);
   }
 };
-
-#endif

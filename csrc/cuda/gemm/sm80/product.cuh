@@ -14,8 +14,7 @@
  * a second set of registers, because all tokens need them; tokens are replaced two n8 tiles at a
  * time. 4-bit weights are loaded for a whole stage (four slabs), FP8 weights for two slabs; both
  * are dequantized slab by slab. */
-#ifndef MOELORA_CUDA_SM80_PRODUCT_CUH
-#define MOELORA_CUDA_SM80_PRODUCT_CUH
+#pragma once
 
 #include "cuda/gemm/sm80/transposed_fragments.cuh"
 
@@ -219,5 +218,3 @@ template <class E, class T> struct Fragments : FragmentsOf<E, T> {
     }
   }
 };
-
-#endif

@@ -6,8 +6,7 @@
  *   sum += partial (s_w s_x)
  *
  * in float32 and in order of K, for every tile size. Other formats accumulate directly. */
-#ifndef MOELORA_CUDA_SM80_PROMOTION_CUH
-#define MOELORA_CUDA_SM80_PROMOTION_CUH
+#pragma once
 
 #include "cuda/gemm/sm80/product.cuh"
 
@@ -56,5 +55,3 @@ template <class E> struct Partial<E, true> : WarpTile<E> {
     }
   }
 };
-
-#endif

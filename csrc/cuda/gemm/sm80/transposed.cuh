@@ -6,8 +6,7 @@
  *
  * ldmatrix transposes on load: operand A of an MMA has outputs as its rows. TransposedTileLoader
  * loads quantized weights. */
-#ifndef MOELORA_CUDA_SM80_TRANSPOSED_CUH
-#define MOELORA_CUDA_SM80_TRANSPOSED_CUH
+#pragma once
 
 #include "cuda/gemm/sm80/copies.cuh"
 #include "cuda/gemm/sm80/product.cuh"
@@ -80,5 +79,3 @@ __device__ __forceinline__ void load_factor_depth(const moelora_gemm_launch &g, 
                         count > 0 ? factor + r * a.stride_i + output : factor, count, true);
   }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Loads operand A of the portable backward: k16 slabs of transposed weights. */
-#ifndef MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
-#define MOELORA_CUDA_SM80_TRANSPOSED_FRAGMENTS_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/common/transposed_tiles.cuh"
@@ -72,5 +71,3 @@ template <class E, class T> struct TransposedFragments<E, T, false> {
     pair.transpose(rows);
   }
 };
-
-#endif

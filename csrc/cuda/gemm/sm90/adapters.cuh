@@ -12,8 +12,7 @@
  * TMA boxes with narrow rows are slow, so a full stage uses wide rows if all its ranks are of one
  * slice of a segment. In a gated projection the gate rows precede the up rows. Slab j of xa
  * occupies chunks 2j and 2j + 1 or, if slabs cover both gate and up, chunks 4j to 4j + 3. */
-#ifndef MOELORA_CUDA_SM90_ADAPTERS_CUH
-#define MOELORA_CUDA_SM90_ADAPTERS_CUH
+#pragma once
 
 #include "cuda/gemm/common/segments.cuh"
 #include "cuda/gemm/sm90/fixup.cuh"
@@ -468,5 +467,3 @@ __device__ __forceinline__ PendingCheck add_adapters(float (&rAcc)[2][S::TOKENS 
          : adapters.shared && !clears ? PendingCheck::CHECK_ACCUMULATORS
                                       : PendingCheck::NOTHING;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Launches the backward's products y W on Hopper. A generated source also includes native.cuh or
  * transposed_tiles.cuh. */
-#ifndef MOELORA_CUDA_SM90_BACK_CUH
-#define MOELORA_CUDA_SM90_BACK_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/dact_epilogue.cuh"
 #include "cuda/gemm/sm90/launch.cuh"
@@ -85,5 +84,3 @@ struct LaunchBack {
 };
 
 } // namespace
-
-#endif

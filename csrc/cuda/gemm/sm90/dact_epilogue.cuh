@@ -14,8 +14,7 @@
  *
  * A thread loads and stores the same chunks of every eight tokens, so a buffer needs no barrier
  * between a store and the next load. The first loads are issued before the main loop. */
-#ifndef MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
-#define MOELORA_CUDA_SM90_DACT_EPILOGUE_CUH
+#pragma once
 
 #include "cuda/gemm/common/back_epilogue.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
@@ -294,5 +293,3 @@ template <class S, class T> struct DactEpilogue {
     }
   }
 };
-
-#endif

@@ -2,8 +2,7 @@
  * shared memory and stores them to global memory, 32 tokens at a time. Outputs that are ordered by
  * position are stored by TMA in whole boxes, which never cross the end of the block; these stores
  * overlap the next tile's main loop. */
-#ifndef MOELORA_CUDA_SM90_EPILOGUE_CUH
-#define MOELORA_CUDA_SM90_EPILOGUE_CUH
+#pragma once
 
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
@@ -255,5 +254,3 @@ template <class S, class T, EpilogueMode MODE> struct WeightMajorEpilogue {
       }
   }
 };
-
-#endif

@@ -10,8 +10,7 @@
  * overwritten; several mma.sync can be in flight, and the compiler interleaves them with the
  * dequantization. mma.sync and wgmma round identically. Three CTAs of six warps share an SM and
  * hide each other's latency. A k step covers 128 elements of K. */
-#ifndef MOELORA_CUDA_SM90_FEW_ROWS_CUH
-#define MOELORA_CUDA_SM90_FEW_ROWS_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
@@ -100,5 +99,3 @@ template <class S, class T> struct FewRowsMainloop : WeightMajorMainloop<S, T> {
     return previous;
   }
 };
-
-#endif

@@ -10,8 +10,7 @@
  *
  * Beyond an adapter's true rank, B may hold anything: if a slab extends there, the first pass
  * already clears the tile's B. */
-#ifndef MOELORA_CUDA_SM90_FIXUP_CUH
-#define MOELORA_CUDA_SM90_FIXUP_CUH
+#pragma once
 
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/epilogue.cuh"
@@ -178,5 +177,3 @@ template <class S, class T> struct NonFinite {
     }
   }
 };
-
-#endif

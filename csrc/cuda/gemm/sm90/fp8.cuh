@@ -7,8 +7,7 @@
  *
  * Weights are stored in the tiles described in moelora.h, token rows in the same column order. A
  * row of a stage is 128 bytes, which is 128 elements of K instead of the 64 of 16-bit formats. */
-#ifndef MOELORA_CUDA_SM90_FP8_CUH
-#define MOELORA_CUDA_SM90_FP8_CUH
+#pragma once
 
 #include "cuda/gemm/common/e4m3.cuh"
 #include "cuda/gemm/common/format.cuh"
@@ -138,5 +137,3 @@ __device__ __forceinline__ void wgmma_e4m3(float *rPartial, uint64_t a, uint64_t
     Wgmma<N>::mma_e4m3(rPartial, move_descriptor(a, 2 * k), move_descriptor(b, 2 * k), k > 0);
   wgmma_commit();
 }
-
-#endif

@@ -20,8 +20,7 @@
  * In a gated projection rAcc[h][j] is gate and rAcc[h][j + 32] is up.
  *
  * A consumer without tokens advances with the pipeline and skips the wgmmas. */
-#ifndef MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
-#define MOELORA_CUDA_SM90_FP8_TOKEN_MAJOR_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/fp8.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
@@ -446,5 +445,3 @@ private:
         store_global_16(gOut, outputs[i]);
   }
 };
-
-#endif

@@ -11,8 +11,7 @@
  * promotes. Up to 64 tokens, both m64 tiles of a consumer are in flight at once; with more tokens
  * there are no registers for a second rPartial. A k step covers 128 elements of K. Accumulators
  * rAcc[2][TOKENS / 2], see tile.cuh. */
-#ifndef MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
-#define MOELORA_CUDA_SM90_FP8_WEIGHT_MAJOR_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/fp8.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
@@ -154,5 +153,3 @@ template <class S, class T> struct Fp8WeightMajorMainloop : WeightMajorMainloop<
     return previous;
   }
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* Launches a Hopper GEMM: selects the kernel of a variant, encodes its tensor maps, sets the grid.
  * A generated source also includes the main loop of its variants. */
-#ifndef MOELORA_CUDA_SM90_LAUNCH_CUH
-#define MOELORA_CUDA_SM90_LAUNCH_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/tensor_map.h"
@@ -217,5 +216,3 @@ struct LaunchSaving {
 };
 
 } // namespace
-
-#endif

@@ -13,8 +13,7 @@
  * The backward's y W reads the same weights without transposing them in memory: the rows of W are
  * K, its columns the outputs. Operand A is then MN-major: a box has a row of 64 outputs for each of
  * 64 elements of K. */
-#ifndef MOELORA_CUDA_SM90_NATIVE_CUH
-#define MOELORA_CUDA_SM90_NATIVE_CUH
+#pragma once
 
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -134,5 +133,3 @@ template <class S, class T> struct NativeMainloop : WeightMajorMainloop<S, T> {
     return previous;
   }
 };
-
-#endif

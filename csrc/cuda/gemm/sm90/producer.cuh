@@ -11,8 +11,7 @@
  * A producer has a few hundred cycles per stage, so its K loop only issues loads. Per-tile work
  * (finding the adapters, the next tile and the rows of the next tile) is done between parts of the
  * K loop, where it does not raise the loop's register pressure. */
-#ifndef MOELORA_CUDA_SM90_PRODUCER_CUH
-#define MOELORA_CUDA_SM90_PRODUCER_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/sm90/adapters.cuh"
@@ -387,5 +386,3 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   pipeline.wait_empty();
   barrier_arrive_cp_async(pipeline.full());
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Tensor maps (TMA descriptors). */
-#ifndef MOELORA_CUDA_TENSOR_MAP_H
-#define MOELORA_CUDA_TENSOR_MAP_H
+#pragma once
 
 #include <cuda.h>
 
@@ -51,5 +50,3 @@ moelora_encode_map(CUtensorMap *map, bool is_bf16, cuuint32_t rank, const void *
                    const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
                    CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-
-#endif

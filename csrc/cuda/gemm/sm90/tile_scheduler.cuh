@@ -14,8 +14,7 @@
  * A tile with few k steps ends before its producers have found the next tile and its adapters. Such
  * tiles are scheduled in runs of neighboring columns of one block, which have the same tokens and
  * segments. A run has one index. The last tiles are in no run, to keep all clusters busy. */
-#ifndef MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
-#define MOELORA_CUDA_SM90_TILE_SCHEDULER_CUH
+#pragma once
 
 #include "cuda/gemm/common/tile.cuh"
 #include "cuda/gemm/sm90/kernel_shape.cuh"
@@ -171,5 +170,3 @@ private:
     tile.block = -1;
   }
 };
-
-#endif

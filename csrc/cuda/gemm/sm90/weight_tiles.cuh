@@ -1,7 +1,6 @@
 /* Loads the tiles of quantized weights by bulk copies, and defines the pipeline stage for quantized
  * weights and 16-bit tokens. */
-#ifndef MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
-#define MOELORA_CUDA_SM90_WEIGHT_TILES_CUH
+#pragma once
 
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/gemm/sm90/pipeline.cuh"
@@ -100,5 +99,3 @@ __device__ __forceinline__ void scale_accumulators(float (&rAcc)[2][S::TOKENS / 
       multiply_in_place(rAcc[t][i], scale);
   }
 }
-
-#endif
