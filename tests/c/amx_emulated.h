@@ -1,7 +1,6 @@
 /* The intrinsics of csrc/cpu/matrix_amx.c in plain C, for machines without AMX: tiles are memory of
  * the thread. Sums add in another order than the instruction's. */
-#ifndef MOELORA_TESTS_AMX_EMULATED_H
-#define MOELORA_TESTS_AMX_EMULATED_H
+#pragma once
 
 /* The guards of GCC's and clang's <immintrin.h>, which this file replaces. */
 #define _IMMINTRIN_H_INCLUDED
@@ -157,5 +156,3 @@ static inline void _tile_dpbf16ps(int sums, int a, int b) {
       memcpy(&amx_tiles[sums].row[i][j], &sum, sizeof sum);
     }
 }
-
-#endif

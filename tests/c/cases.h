@@ -1,6 +1,5 @@
 /* Random problems, a thread pool, and error bounds of results. */
-#ifndef MOELORA_TESTS_CASES_H
-#define MOELORA_TESTS_CASES_H
+#pragma once
 
 #include <pthread.h>
 
@@ -164,5 +163,3 @@ static inline moelora_dtype dtype_of(const char *variant) {
          : strstr(variant, "_f16_") ? MOELORA_F16
                                     : MOELORA_F32;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Building blocks of fuzz_api.c: views with corrupted fields, memory of exactly the size that they
  * span, and a run of an operator with the guarantees it must keep. */
-#ifndef MOELORA_TESTS_FUZZ_H
-#define MOELORA_TESTS_FUZZ_H
+#pragma once
 
 #include "harness.h"
 
@@ -202,5 +201,3 @@ static moelora_exec with_workspace(moelora_exec exec, size_t bytes, unsigned cha
   } while (0)
 
 static long long runs;
-
-#endif

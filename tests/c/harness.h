@@ -1,7 +1,6 @@
 /* Common parts of all C tests: checks that report their line, memory with guard bands, random
  * tensors. Programs print one line and return 0, or stop at the first failure. */
-#ifndef MOELORA_TESTS_HARNESS_H
-#define MOELORA_TESTS_HARNESS_H
+#pragma once
 
 #include <math.h>
 #include <stdio.h>
@@ -326,5 +325,3 @@ static inline bool takes_alpha(moelora_activation activation) {
 static inline bool takes_limit(moelora_activation activation) {
   return takes_alpha(activation) || activation == MOELORA_SILU || activation == MOELORA_SWIGLUSTEP;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The operators as plain loops over views: in double, or rounding like a chain of operators of one
  * dtype would (float32 sums, every result stored in the dtype). The difference bounds the error of
  * a kernel of that dtype. */
-#ifndef MOELORA_TESTS_NAIVE_H
-#define MOELORA_TESTS_NAIVE_H
+#pragma once
 
 #include "harness.h"
 
@@ -202,5 +201,3 @@ static inline double max_difference(const double *a, const double *b, int64_t co
     most = fmax(most, fabs(a[i] - b[i]));
   return most;
 }
-
-#endif

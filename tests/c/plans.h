@@ -1,6 +1,5 @@
 /* Problems for plans, which only read the alignment of addresses. */
-#ifndef MOELORA_TESTS_PLANS_H
-#define MOELORA_TESTS_PLANS_H
+#pragma once
 
 #include "core/format.h"
 #include "core/plan.h"
@@ -25,5 +24,3 @@ static inline moelora_weights weights_of(moelora_format format, moelora_x_format
   w.half_tiles = moelora_half_tiles(order, n);
   return w;
 }
-
-#endif

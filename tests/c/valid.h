@@ -1,6 +1,5 @@
 /* Valid arguments of every operator, with everything that it can take: what refusals start from. */
-#ifndef MOELORA_TESTS_VALID_H
-#define MOELORA_TESTS_VALID_H
+#pragma once
 
 #include "cases.h"
 
@@ -107,5 +106,3 @@ static inline moelora_delta_args valid_delta(sizes s) {
       .out = new_tensor(MOELORA_F32, SIZES(s.tokens, s.top_k, s.inner)),
   };
 }
-
-#endif

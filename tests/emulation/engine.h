@@ -9,8 +9,7 @@
  *   EMULATION_SEED=1  EMULATION_COPIES=now|late|any  EMULATION_SMS=4  EMULATION_CAPABILITY=90
  *   EMULATION_RESIDENT=4: concurrent CTAs of a grid that does not need all of them
  *   EMULATION_DEVICES=1 */
-#ifndef EMULATION_ENGINE_H
-#define EMULATION_ENGINE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -107,5 +106,3 @@ void wait_products(int pending);
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 } // namespace emulation
-
-#endif

@@ -1,7 +1,6 @@
 /* Matrix loads, stores and MMAs on the engine. For each K step of an instruction, products are
  * summed exactly and added to the accumulator with a single rounding, for mma and wgmma alike. */
-#ifndef EMULATION_OPERATIONS_H
-#define EMULATION_OPERATIONS_H
+#pragma once
 
 #include <cuda.h>
 #include <stdint.h>
@@ -36,5 +35,3 @@ void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
 void store_box(const CUtensorMap &map, int c0, int c1, uint32_t from);
 
 } // namespace emulation
-
-#endif

@@ -1,7 +1,6 @@
 /* Random problems for compare.c, larger than those of tests/c; kernels to force for them; and the
  * comparison of results. */
-#ifndef EMULATION_PROBLEMS_H
-#define EMULATION_PROBLEMS_H
+#pragma once
 
 #include <setjmp.h>
 
@@ -346,5 +345,3 @@ static inline void same_rows(const moelora_tensor *got, const moelora_tensor *wh
       FAIL("%s: token %lld alone differs: %s and %s", drawn, (long long)(first + m), noted_plan,
            moelora_last_plan());
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Tests the backward of a projection, or of adapters alone: gradients against those of the CPU, and
  * part of the tokens with another kernel bit for bit. */
-#ifndef EMULATION_PROJECTIONS_H
-#define EMULATION_PROJECTIONS_H
+#pragma once
 
 #include "training.h"
 
@@ -218,5 +217,3 @@ static void test_projection(uint64_t number) {
     same_rows(&less.grads.topk_weights, &args.grads.topk_weights, t.first);
   release_all();
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* State of fibers, shared by the two halves of the engine: engine.cpp schedules them,
  * synchronize.cpp blocks and wakes them. */
-#ifndef EMULATION_STATE_H
-#define EMULATION_STATE_H
+#pragma once
 
 #include <deque>
 
@@ -85,5 +84,3 @@ void block(const char *what, int64_t a = 0, int64_t b = 0, int64_t c = 0);
 void perform(Group &group);
 
 } // namespace emulation
-
-#endif

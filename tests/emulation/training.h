@@ -1,7 +1,6 @@
 /* Tests a training step of a layer: saved tensors and gradients against those of the CPU, outputs
  * against inference bit for bit, and part of the tokens with another kernel. */
-#ifndef EMULATION_TRAINING_H
-#define EMULATION_TRAINING_H
+#pragma once
 
 #include "problems.h"
 
@@ -239,5 +238,3 @@ static void test_training(uint64_t number) {
     same_rows(&less.grads.topk_weights, &args.grads.topk_weights, some.first);
   release_all();
 }
-
-#endif
