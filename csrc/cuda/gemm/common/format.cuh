@@ -190,6 +190,14 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     return DEFERRED > 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>()) : value;
   }
 
+  /* Scales what CodePairs has for the codes of a k16 slab. */
+  __device__ __forceinline__ void scale(uint32_t (&a)[4], const uint32_t (&codes)[4]) const {
+    a[0] = scales.template scaled<0>(codes[0]);
+    a[1] = scales.template scaled<1>(codes[1]);
+    a[2] = scales.template scaled<2>(codes[2]);
+    a[3] = scales.template scaled<3>(codes[3]);
+  }
+
   /* Dequantizes k16 slab SLAB. */
   template <int SLAB> __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
     a[0] = scales.template value<SLAB, 0>(words[SLAB]);

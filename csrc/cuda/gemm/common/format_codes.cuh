@@ -1,5 +1,6 @@
 /* Dequantizes 4-bit codes of arbitrary numbers, with a float32 scale per group, to bf16 or fp16.
  *
+ * Hopper's large tiles look up two codes at once in shared memory, see CodePairs. In other kernels,
  * prmt looks up four codes at once, one byte of their numbers at a time: the low three bits of a
  * code select one of eight entries, and bit 3 chooses between two such results. In bf16, codes q
  * and q + 8 have the same high byte (formats.inc), which is looked up once. Tiles store the eight
@@ -74,6 +75,7 @@ static __device__ const float code_numbers[][16] = {
 
 /* The table of a format, and the scales of rows r and r + 8 in the halves of registers. */
 template <class T> struct CodeScales {
+  static constexpr moelora_values NF4 = MOELORA_VALUES_NF4, FP4 = MOELORA_VALUES_BNB_FP4;
   static constexpr bool SHARED = Element<T>::is_bf16; // q and q + 8 share a high byte
   static_assert(!SHARED || (share_high_bytes<T>(MOELORA_VALUES_NF4) &&
                             share_high_bytes<T>(MOELORA_VALUES_BNB_FP4)));
@@ -83,8 +85,7 @@ template <class T> struct CodeScales {
   float absmax[2];      // the scales
   bool is_fp4;
 
-  __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
-    constexpr moelora_values NF4 = MOELORA_VALUES_NF4, FP4 = MOELORA_VALUES_BNB_FP4;
+  __device__ __forceinline__ void load_table(moelora_format format) {
     is_fp4 = format == MOELORA_BNB_FP4;
 #define MOELORA_ENTRY(BYTE, I)                                                                     \
   {                                                                                                \
@@ -101,6 +102,10 @@ template <class T> struct CodeScales {
     MOELORA_ENTRY(1, 2)
     MOELORA_ENTRY(1, 3)
 #undef MOELORA_ENTRY
+  }
+
+  __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
+    load_table(format);
     // ONE / code_unit is 1 / unit, divided by the 2^DEFERRED that accumulators get later.
     constexpr float ONE = Element<T>::is_bf16 ? 0x1p102f : 0x1p14f;
     static_assert(FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> ==
@@ -130,7 +135,23 @@ template <class T> struct CodeScales {
     if constexpr (!SHARED)
       high_bytes = choose(high_bytes, look_up(codes, table[1] + 2), upper);
     const uint32_t code = __byte_perm(low_bytes, high_bytes, I % 2 == 0 ? 0x5140 : 0x7362);
+    return scaled<I>(code);
+  }
+
+  /* Returns the same, given the table's entries for the codes. */
+  template <int I> __device__ __forceinline__ uint32_t scaled(uint32_t code) const {
     return fma2<T>(code, both_halves<I % 2>(high), multiply2<T>(code, both_halves<I % 2>(low)));
+  }
+
+  /* Replaces the scales at a shared memory address by `high` and `low`, for load_parts(). */
+  static __device__ __forceinline__ void split(uint32_t at, moelora_format format) {
+    CodeScales scales;
+    scales.load(at, format);
+    store_shared_8(at, make_uint2(scales.high, scales.low));
+  }
+  __device__ __forceinline__ void load_parts(uint32_t at) {
+    const uint2 parts = load_shared_8(at);
+    high = parts.x, low = parts.y;
   }
 
   /* Computes value I of both halves of a word in float32, and rounds once. */
@@ -157,28 +178,57 @@ private:
   }
 };
 
-template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NF4, T, ZEROS> {
-  CodeScales<T> scales;
+/* A format's table in shared memory: the entries for both codes of each byte, times 2^DEFERRED if
+ * WHOLE. Each lane of a warp has a copy, in a bank of its own. */
+template <class T, bool WHOLE> struct CodePairs {
+  static constexpr int PAIRS = 256, COPIES = 32;
 
-  __device__ __forceinline__ void load(uint32_t at, uint32_t, moelora_format format) {
-    scales.load(at, format);
+  uint32_t copy; // this lane's
+
+  __device__ __forceinline__ explicit CodePairs(uint32_t pairs)
+      : copy(pairs + (threadIdx.x & 31) * 4) {}
+
+  /* Writes the table, with THREADS threads. */
+  template <int THREADS>
+  static __device__ __forceinline__ void write(uint32_t pairs, int thread, moelora_format format) {
+    CodeScales<T> one;
+    one.load_table(format);
+    one.high =
+        power_of_two<T, WHOLE ? FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> : 0>();
+    one.low = 0;
+#pragma unroll 4
+    for (int i = thread; i < PAIRS * COPIES; i += THREADS)
+      store_shared_4(pairs + i * 4, one.template value<0>(i / COPIES));
   }
-  template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
-    return scales.template value<I>(word);
-  }
-  template <int I> __device__ __forceinline__ uint32_t exact(uint32_t word) const {
-    return scales.template exact<I>(word);
+
+  /* Returns the entries for codes I of both halves of a word, which are its byte I. */
+  __device__ __forceinline__ uint32_t look_up(uint32_t word, int i) const {
+    return load_shared_4(__dp4a(word, COPIES * 4u << 8 * i, copy));
   }
 };
 
-template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_NF4, T, ZEROS> {
-  CodeScales<T> scales;
-
-  __device__ __forceinline__ void load(uint32_t at, uint32_t, int, moelora_format format) {
-    scales.load(at, format);
+template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NF4, T, ZEROS> : CodeScales<T> {
+  __device__ __forceinline__ void load(uint32_t at, uint32_t, moelora_format format) {
+    CodeScales<T>::load(at, format);
   }
-  template <int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
-    return scales.template value<I>(word);
+  template <int SLAB, int I> __device__ __forceinline__ uint32_t value(uint32_t word) const {
+    return CodeScales<T>::template value<I>(word);
+  }
+};
+
+/* pairs: CodePairs; scales are then split. */
+template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_NF4, T, ZEROS> : CodeScales<T> {
+  __device__ __forceinline__ void load(uint32_t at, uint32_t, int, moelora_format format) {
+    CodeScales<T>::load(at, format);
+  }
+  template <class Pairs>
+  __device__ __forceinline__ void load(uint32_t at, uint32_t, int, moelora_format, const Pairs &) {
+    CodeScales<T>::load_parts(at);
+  }
+  using CodeScales<T>::value;
+  template <int I, class Pairs>
+  __device__ __forceinline__ uint32_t value(uint32_t word, const Pairs &pairs) const {
+    return CodeScales<T>::template scaled<I>(pairs.look_up(word, I));
   }
 };
 

@@ -36,11 +36,13 @@ template <class T> struct SlabPair {
    *
    *   pair         index in the tile of the first of the lane's two pairs of rows r and r + 8
    *   tile_scale   address of the scale of the lane's rows, if HAS_TILE_SCALE
+   *   pairs        CodePairs, which include 2^DEFERRED, if codes are looked up there
    *
    * ZEROS: as in GroupScales. */
-  template <moelora_kernel_format KERNEL, bool ZEROS = true>
+  template <moelora_kernel_format KERNEL, bool ZEROS = true, class... Pairs>
   __device__ __forceinline__ void load(uint32_t tile, uint32_t tile_scale, int pair, int slab,
-                                       bool interleaved, moelora_format format) {
+                                       bool interleaved, moelora_format format,
+                                       const Pairs &...pairs) {
     using F = FormatTraits<KERNEL>;
     const int groups = F::groups(format), row_bytes = F::SCALE_BYTES * groups;
     const uint32_t values = tile + (threadIdx.x & 3) * 16 + slab * 4;
@@ -53,11 +55,11 @@ template <class T> struct SlabPair {
       const int at = pair + i * (interleaved ? 4 : 8);
       const uint32_t word = load_shared_4(values + at * 64);
       SlabScales<KERNEL, T, ZEROS> of_rows;
-      of_rows.load(scales + at * 2 * row_bytes, zeros + at * 2 * groups, slab, format);
-      v[i][0] = whole<F>(of_rows.template value<0>(word), of_tile);
-      v[i][1] = whole<F>(of_rows.template value<1>(word), of_tile);
-      v[i][2] = whole<F>(of_rows.template value<2>(word), of_tile);
-      v[i][3] = whole<F>(of_rows.template value<3>(word), of_tile);
+      of_rows.load(scales + at * 2 * row_bytes, zeros + at * 2 * groups, slab, format, pairs...);
+      v[i][0] = whole<F, Pairs...>(of_rows.template value<0>(word, pairs...), of_tile);
+      v[i][1] = whole<F, Pairs...>(of_rows.template value<1>(word, pairs...), of_tile);
+      v[i][2] = whole<F, Pairs...>(of_rows.template value<2>(word, pairs...), of_tile);
+      v[i][3] = whole<F, Pairs...>(of_rows.template value<3>(word, pairs...), of_tile);
     }
     // Values 0 and 2 belong to row r, 1 and 3 to row r + 8; 0 and 1 belong to the first eight
     // columns. A slab has both rows of one pair or, if interleaved, the same row of both pairs.
@@ -91,13 +93,15 @@ private:
 
   /* Applies the factors that the forward applies to accumulators. In the backward, an accumulator
    * may sum over tiles with different factors. */
-  template <class F> static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
+  template <class F, class... Pairs>
+  static __device__ __forceinline__ uint32_t whole(uint32_t value, float scale) {
     constexpr int DEFERRED = F::template DEFERRED_EXPONENT<T>;
     if constexpr (F::HAS_TILE_SCALE) {
       const T *two = (const T *)&value;
       return pack2<T>(Element<T>::to_float(two[0]) * scale, Element<T>::to_float(two[1]) * scale);
     }
-    return DEFERRED > 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>()) : value;
+    return DEFERRED > 0 && sizeof...(Pairs) == 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>())
+                                                 : value;
   }
 };
 

@@ -37,7 +37,9 @@ struct DequantizeShape
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
 
   using Stage = QuantizedStage<TOKENS, 2 * CONSUMERS, FORMAT_>;
-  template <class S> using Storage = SharedStorage<S>;
+  // With one consumer, two CTAs share an SM, which leaves no room for the table.
+  static constexpr bool PAIRS = FormatTraits<FORMAT_>::IS_LOOKED_UP && CONSUMERS == 2;
+  template <class S> using Storage = std::conditional_t<PAIRS, PairsStorage<S>, SharedStorage<S>>;
   template <class S, class T> using Mainloop = DequantizeMainloop<S, T>;
 };
 
@@ -49,12 +51,20 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
   /* Dequantizes k16 slab K of TILES m64 tiles into rA and issues its wgmmas. First waits for the
    * wgmmas that last read rA; those that read the other buffer stay in flight. */
   template <int K, int N>
-  static __device__ __forceinline__ void
-  wgmma_slab(float (*rAcc)[S::TOKENS / 2], uint32_t (&rA)[TILES][4], Fragment *rW, uint64_t b) {
+  static __device__ __forceinline__ void wgmma_slab(float (*rAcc)[S::TOKENS / 2],
+                                                    uint32_t (&rA)[TILES][4], Fragment *rW,
+                                                    uint64_t b, const CodePairs<T, false> &pairs) {
+    [[maybe_unused]] uint32_t codes[TILES][4];
+#pragma unroll
+    for (int i = 0; S::PAIRS && i < TILES * 4; i++)
+      codes[i / 4][i % 4] = pairs.look_up(rW[i / 4].words[K], i % 4);
     wgmma_wait<1>();
 #pragma unroll
     for (int t = 0; t < TILES; t++)
-      rW[t].template dequantize<K>(rA[t]);
+      if constexpr (S::PAIRS)
+        rW[t].scale(rA[t], codes[t]);
+      else
+        rW[t].template dequantize<K>(rA[t]);
     wgmma_fence();
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -70,6 +80,7 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
     const moelora_format format = g.weights.w.format;
     const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
+    const CodePairs<T, false> pairs(warp.smem.pairs());
     uint32_t rA[2][TILES][4];
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
@@ -96,10 +107,10 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
 
           // Dequantize each slab and issue its wgmmas.
           const uint64_t tokens = b + span * (S::TOKENS * kRowBytes / 16);
-          wgmma_slab<0, N>(rAcc + first, rA[0], rW, tokens);
-          wgmma_slab<1, N>(rAcc + first, rA[1], rW, tokens);
-          wgmma_slab<2, N>(rAcc + first, rA[0], rW, tokens);
-          wgmma_slab<3, N>(rAcc + first, rA[1], rW, tokens);
+          wgmma_slab<0, N>(rAcc + first, rA[0], rW, tokens, pairs);
+          wgmma_slab<1, N>(rAcc + first, rA[1], rW, tokens, pairs);
+          wgmma_slab<2, N>(rAcc + first, rA[0], rW, tokens, pairs);
+          wgmma_slab<3, N>(rAcc + first, rA[1], rW, tokens, pairs);
 
           // The wgmmas of the previous step have completed: release its stage.
           if (step > 0 && span == 0 && first == 0)

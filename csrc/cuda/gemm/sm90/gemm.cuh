@@ -192,6 +192,11 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     if constexpr (S::REALLOCATES)
       warpgroup_reg_alloc<S::CONSUMER_REGISTERS>();
     warp.consumer = warpgroup - FIRST_CONSUMER;
+    if constexpr (S::PAIRS) {
+      CodePairs<T, S::TRANSPOSED>::template write<128 * S::CONSUMERS>(
+          warp.smem.pairs(), threadIdx.x - 128 * FIRST_CONSUMER, g.weights.w.format);
+      warp.sync_all();
+    }
 #pragma unroll 1
     do {
       consume<Mainloop, MODE, S, T>(&out_maps, g, warp);

@@ -50,6 +50,7 @@ struct KernelShape : Extent<TOKENS_, 2 * CONSUMERS_, FORMAT_> {
   // Defaults, which shapes override.
   static constexpr bool SWAP_AB = true;          // operand A is weights, operand B tokens
   static constexpr bool UNPAIRED_BLOCKS = false; // both CTAs of a cluster may share a block
+  static constexpr bool PAIRS = false;           // looks up codes in CodePairs
   static constexpr bool FEW_ROWS = false;        // mma.sync for up to 16 tokens
   // Whether there is a kernel with the GENERAL epilogue, which single projections use. Variants
   // without one use ByRow (launch.cuh), or serve layers only.

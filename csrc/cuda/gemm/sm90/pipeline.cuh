@@ -193,6 +193,12 @@ template <class S> struct SharedStorage {
   static_assert(sizeof(typename S::Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
 };
 
+/* The same with the table of CodePairs, if the shape has PAIRS. */
+template <class S> struct PairsStorage {
+  SharedStorage<S> gemm;
+  uint32_t pairs[256][32];
+};
+
 template <class S> using GemmPipeline = Pipeline<SharedStorage<S>, S::CLUSTER>;
 
 /* Bytes of dynamic shared memory of a launch, with room to align the start for the swizzle. */
@@ -211,6 +217,9 @@ template <class S> struct SharedMemory {
   __device__ __forceinline__ uint32_t sW(int stage) const { return base + stage * STAGE_BYTES; }
   __device__ __forceinline__ uint32_t sX(int stage, int span = 0) const {
     return sW(stage) + (uint32_t)offsetof(Stage, sX) + span * S::TOKENS * kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t pairs() const {
+    return base + (uint32_t)offsetof(PairsStorage<S>, pairs);
   }
   __device__ __forceinline__ uint32_t header(int stage) const {
     return base + (uint32_t)offsetof(Storage, headers) + stage * (int)sizeof(StageHeader);

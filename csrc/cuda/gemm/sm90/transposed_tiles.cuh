@@ -48,7 +48,8 @@ struct TransposedTilesShape : KernelShape<TOKENS, CONSUMERS, STAGES, 1, FORMAT_>
     uint8_t sW[(SPANS * SPAN_BYTES + 1023) / 1024 * 1024]; // weights and scales
     SwizzledRow sX[SPANS][TOKENS];                         // rows of y
   };
-  template <class S> using Storage = SharedStorage<S>;
+  static constexpr bool PAIRS = Format::IS_LOOKED_UP;
+  template <class S> using Storage = std::conditional_t<PAIRS, PairsStorage<S>, SharedStorage<S>>;
   template <class S, class T> using Mainloop = TransposedTilesMainloop<S, T>;
 };
 
@@ -87,10 +88,24 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     }
   };
 
-  /* Loads elements 32 PAIR to 32 PAIR + 31 of a k step, for m64 tile t of the consumer. */
-  template <int PAIR>
+  /* Splits the scales of a consumer's tiles of a stage, two for each thread. */
+  static __device__ __forceinline__ void split_scales(uint32_t sW, int thread, int consumer,
+                                                      moelora_format format) {
+    const int tile = thread >> 5 & 3, pair = thread & 31;
+    CodeScales<T>::split(sW + tile / 2 * S::SPAN_BYTES +
+                             (2 * consumer + tile % 2) * S::Format::tile_bytes(format) +
+                             MOELORA_TILE_VALUES + pair * 2 * S::Format::SCALE_BYTES,
+                         format);
+    fence_async_proxy(); // make them visible before TMA overwrites them
+    warpgroup_sync(kConsumerBarrier + consumer);
+  }
+
+  /* Loads elements 32 PAIR to 32 PAIR + 31 of a k step, for m64 tile t of the consumer. pairs: as
+   * in SlabPair::load. */
+  template <int PAIR, class... Pairs>
   static __device__ __forceinline__ void load(SlabPair<T> &rA, uint32_t sW, int thread,
-                                              int consumer, int t, const moelora_weights &w) {
+                                              int consumer, int t, const moelora_weights &w,
+                                              const Pairs &...pairs) {
     const int lane = thread & 31, slab = thread >> 5 & 3, row = lane / 4;
     const bool interleaved = is_interleaved(w);
     const uint32_t bytes = S::Format::tile_bytes(w.format);
@@ -113,7 +128,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
           sW + (2 * consumer + t) * bytes + (interleaved ? row % 2 : PAIR / 2) * S::SPAN_BYTES;
       rA.template load<S::FORMAT, S::ZEROS>(tile, tile + S::Format::TILE_SCALE_OFFSET,
                                             interleaved ? 8 * PAIR + row / 2 : PAIR % 2 * 16 + row,
-                                            slab, interleaved, w.format);
+                                            slab, interleaved, w.format, pairs...);
     }
   }
 
@@ -124,6 +139,7 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
     GemmPipeline<S> &pipeline = warp.pipeline;
     int previous = 0;
     const int thread = opaque(threadIdx.x); // offsets are not kept between tiles
+    const CodePairs<T, true> pairs(warp.smem.pairs());
     SlabPair<T> rA[2];
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
@@ -137,6 +153,8 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
         warp.release_aliased_stage();
 
       const uint32_t sW = warp.smem.sW(pipeline.stage);
+      if constexpr (S::PAIRS)
+        split_scales(sW, thread, warp.consumer, g.weights.w.format);
       const uint64_t b = wgmma_descriptor(uniform(warp.smem.sX(pipeline.stage)));
       const auto multiply_pair = [&](auto pair) __attribute__((always_inline)) {
         constexpr int PAIR = decltype(pair)::value;
@@ -145,7 +163,10 @@ template <class S, class T> struct TransposedTilesMainloop : WeightMajorMainloop
         for (int t = 0; t < 2; t++) {
           // The wgmmas of both m64 tiles are in flight while this one's operand is dequantized.
           SlabPair<T> rW;
-          load<PAIR>(rW, sW, thread, warp.consumer, t, g.weights.w);
+          if constexpr (S::PAIRS)
+            load<PAIR>(rW, sW, thread, warp.consumer, t, g.weights.w, pairs);
+          else
+            load<PAIR>(rW, sW, thread, warp.consumer, t, g.weights.w);
           // Wait for the wgmmas that last read rA[t]; the other m64 tile's stay in flight.
           wgmma_wait<1>();
           rA[t].transpose(rW);
