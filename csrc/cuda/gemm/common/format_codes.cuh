@@ -85,35 +85,27 @@ template <class T> struct CodeScales {
   float absmax[2];      // the scales
   bool is_fp4;
 
-  __device__ __forceinline__ void load_table(moelora_format format) {
-    is_fp4 = format == MOELORA_BNB_FP4;
-#define MOELORA_ENTRY(BYTE, I)                                                                     \
-  {                                                                                                \
-    constexpr uint32_t NF4_BYTES = code_bytes<T>(NF4, 4 * I, BYTE);                                \
-    constexpr uint32_t FP4_BYTES = code_bytes<T>(FP4, 4 * I, BYTE);                                \
-    table[BYTE][I] = is_fp4 ? FP4_BYTES : NF4_BYTES;                                               \
-  }
-    MOELORA_ENTRY(0, 0)
-    MOELORA_ENTRY(0, 1)
-    MOELORA_ENTRY(0, 2)
-    MOELORA_ENTRY(0, 3)
-    MOELORA_ENTRY(1, 0)
-    MOELORA_ENTRY(1, 1)
-    MOELORA_ENTRY(1, 2)
-    MOELORA_ENTRY(1, 3)
-#undef MOELORA_ENTRY
+  /* Sets words I and higher of the table. */
+  template <int I = 0> __device__ __forceinline__ void load_table() {
+    if constexpr (I < 8) {
+      constexpr uint32_t OF_NF4 = code_bytes<T>(NF4, I % 4 * 4, I / 4);
+      constexpr uint32_t OF_FP4 = code_bytes<T>(FP4, I % 4 * 4, I / 4);
+      table[I / 4][I % 4] = is_fp4 ? OF_FP4 : OF_NF4;
+      load_table<I + 1>();
+    }
   }
 
   __device__ __forceinline__ void load(uint32_t at, moelora_format format) {
-    load_table(format);
+    is_fp4 = format == MOELORA_BNB_FP4;
+    load_table();
     // ONE / code_unit is 1 / unit, divided by the 2^DEFERRED that accumulators get later.
     constexpr float ONE = Element<T>::is_bf16 ? 0x1p102f : 0x1p14f;
     static_assert(FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> ==
                   (Element<T>::is_bf16 ? 126 - 102 : 0));
     constexpr float OF_NF4 = ONE / code_unit<T>(NF4), OF_FP4 = ONE / code_unit<T>(FP4);
     const float unit = is_fp4 ? OF_FP4 : OF_NF4;
-    absmax[0] = __uint_as_float(load_shared_4(at));
-    absmax[1] = __uint_as_float(load_shared_4(at + 4));
+    const uint2 bits = load_shared_8(at);
+    absmax[0] = __uint_as_float(bits.x), absmax[1] = __uint_as_float(bits.y);
     const float r = absmax[0] * unit, r8 = absmax[1] * unit;
     if constexpr (Element<T>::is_bf16) {
       high = __byte_perm(__float_as_uint(r), __float_as_uint(r8), 0x7632); // truncates
@@ -192,7 +184,8 @@ template <class T, bool WHOLE> struct CodePairs {
   template <int THREADS>
   static __device__ __forceinline__ void write(uint32_t pairs, int thread, moelora_format format) {
     CodeScales<T> one;
-    one.load_table(format);
+    one.is_fp4 = format == MOELORA_BNB_FP4;
+    one.load_table();
     one.high =
         power_of_two<T, WHOLE ? FormatTraits<MOELORA_KERNEL_NF4>::DEFERRED_EXPONENT<T> : 0>();
     one.low = 0;

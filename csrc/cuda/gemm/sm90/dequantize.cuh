@@ -15,6 +15,7 @@
 
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/gemm/sm90/weight_tiles.cuh"
+#include "cuda/ptx/opaque.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 template <class S, class T> struct DequantizeMainloop;
@@ -37,7 +38,7 @@ struct DequantizeShape
   static constexpr int TILES_AT_ONCE = TOKENS <= 96 ? 2 : 1;
 
   using Stage = QuantizedStage<TOKENS, 2 * CONSUMERS, FORMAT_>;
-  // With one consumer, two CTAs share an SM, which leaves no room for the table.
+  // With one consumer, two CTAs share an SM, whose memory has no room for the table.
   static constexpr bool PAIRS = FormatTraits<FORMAT_>::IS_LOOKED_UP && CONSUMERS == 2;
   template <class S> using Storage = std::conditional_t<PAIRS, PairsStorage<S>, SharedStorage<S>>;
   template <class S, class T> using Mainloop = DequantizeMainloop<S, T>;
@@ -80,7 +81,7 @@ template <class S, class T> struct DequantizeMainloop : WeightMajorMainloop<S, T
     const moelora_format format = g.weights.w.format;
     const LaneOffsets at = LaneOffsets::find<S::FORMAT>(threadIdx.x >> 5 & 3, format);
     int previous = 0;
-    const CodePairs<T, false> pairs(warp.smem.pairs());
+    const CodePairs<T, false> pairs(opaque(warp.smem.pairs())); // is not kept between tiles
     uint32_t rA[2][TILES][4];
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
