@@ -310,10 +310,15 @@ __global__ void __launch_bounds__(kThreads, S::CTAS)
     return S::LISTED && unit < units ? *(const int4 *)&blocks.segments[number_of(unit) / kSplits]
                                      : make_int4(-1, 0, 0, 0);
   };
-  int4 segment = segment_of(blockIdx.x);
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  // A round has one unit for each CTA, and each round is shifted by one CTA: units of a kind (first
+  // groups of segments, chunks, parts) recur with a period that may divide the grid.
+  const auto unit_of = [](int round) {
+    return round * (int)gridDim.x + (int)((blockIdx.x + (unsigned)round) % gridDim.x);
+  };
+  int4 segment = segment_of(unit_of(0));
+  for (int round = 0, unit; (unit = unit_of(round)) < units; round++) {
     const int chunk = unit % p.chunks, slice = unit / p.chunks % slices, number = number_of(unit);
-    const int4 next = segment_of(unit + gridDim.x); // early, to hide its latency
+    const int4 next = segment_of(unit_of(round + 1)); // early, to hide its latency
     if constexpr (S::LISTED)
       shrink_listed<T, VECTORS, S>(p, shared_address(shared), segment, number / kSplits / adapters,
                                    number % kSplits, slice, chunk);
