@@ -18,6 +18,8 @@ import moelora
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 SPEC = Spec(tokens=90, top_k=2, experts=4, hidden=136, inter=72, ranks=(8, 16, 4), mix="many")
+# More tiles of gradients, of pairs with few rows or none, than a GPU takes at once.
+MANY_PAIRS = replace(SPEC, tokens=400, experts=64, ranks=(8, 16, 4, 12) * 6)
 CHANGING = ("hidden_states", "topk_ids", "topk_weights", "token_lora_mapping")
 
 
@@ -30,14 +32,14 @@ def step(arguments, grad_out):
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(
-    ("tokens", "form"),
+    ("spec", "form"),
     [
-        *((tokens, NATIVE) for tokens in (2, 90, 700)),
-        *((90, form) for form in ("mxfp4", "int4_g64_zp", "fp8_block_w8a8")),
+        *((replace(SPEC, tokens=tokens), NATIVE) for tokens in (2, 90, 700)),
+        (MANY_PAIRS, NATIVE),
+        *((SPEC, form) for form in ("mxfp4", "int4_g64_zp", "fp8_block_w8a8")),
     ],
 )
-def test_a_captured_step_serves_any_routing(tokens, form, dtype):
-    spec = replace(SPEC, tokens=tokens)
+def test_a_captured_step_serves_any_routing(spec, form, dtype):
     first, *others = (made(replace(spec, seed=s), form, dtype).to("cuda") for s in range(3))
     arguments = first.kwargs()
     grad_out = grad_like(arguments["hidden_states"].shape, dtype, "cuda")

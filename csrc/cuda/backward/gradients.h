@@ -47,6 +47,7 @@ typedef struct moelora_gradient_parts {
   moelora_gradient_part *part;   /* [max_parts] all other parts */
   moelora_gradient_split *split; /* [max_splits] */
   int32_t *count;                /* [3] counts of `part`, `split`, `few` */
+  uint64_t *few_counter;         /* tiles of `few` that CTAs have fetched */
   int64_t max_parts, max_splits, max_slots, max_few;
   int32_t few_rows; /* maximum rows of a pair in `few`; 0: `few` is NULL */
 } moelora_gradient_parts;

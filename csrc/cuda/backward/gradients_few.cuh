@@ -27,6 +27,7 @@ template <int RANKS_> struct FewShape {
     char wide[WARPS][STAGES][ROWS * WIDE_PITCH];
     int32_t wide_row[MAX_ROWS], ranks_row[MAX_ROWS];
     float weight[MAX_ROWS];
+    int64_t next[2]; // the tile after this one, in turns
   };
 };
 
@@ -333,7 +334,8 @@ load_few_ranks(const GradientLaunch &s, const GradientProduct &p, const moelora_
   __syncthreads();
 }
 
-/* Persistent kernel over the tiles of all pairs with few rows. */
+/* Persistent kernel over the tiles of all pairs with few rows. The tile scheduler is dynamic, since
+ * SMs store at different rates. */
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS, S::CTAS)
     gradients_few(const __grid_constant__ GradientLaunch s) {
@@ -342,22 +344,26 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   follow_previous_kernel();
   const GradientGroup &group = s.group[0];
   const int64_t all = (int64_t)group.parts.count[2] * group.few_tiles;
+  int turn = 0;
 #pragma unroll 1
-  for (int64_t work = blockIdx.x; work < all; work += gridDim.x) {
+  for (int64_t work = blockIdx.x; work < all; work = shared.next[turn], turn ^= 1) {
+    if (threadIdx.x == S::THREADS - 1)
+      shared.next[turn] =
+          gridDim.x + (int64_t)atomicAdd((unsigned long long *)group.parts.few_counter, 1ull);
     const int number = divide_work(work, group.few_tiles);
     const moelora_gradient_part part = group.parts.few[number];
     GradientTile tile;
     const GradientProduct &p =
         find_few_tile<S::RANKS>(group, (int)(work - (int64_t)number * group.few_tiles), &tile);
-    if (part.to[1] < 0)
-      continue;
     const int rank = part.count > 0 ? min(part.rank, p.max_rank) : 0;
-    if (part.count > 0)
-      load_few_ranks<T, S>(s, p, part, tile, rank, shared);
-    if (p.transposed)
-      FewTile<T, S, true>(p, part, tile, shared, rank).run();
-    else
-      FewTile<T, S, false>(p, part, tile, shared, rank).run();
+    if (part.to[1] >= 0) {
+      if (part.count > 0)
+        load_few_ranks<T, S>(s, p, part, tile, rank, shared);
+      if (p.transposed)
+        FewTile<T, S, true>(p, part, tile, shared, rank).run();
+      else
+        FewTile<T, S, false>(p, part, tile, shared, rank).run();
+    }
     __syncthreads(); // all warps have read the rows
   }
 }
