@@ -1,6 +1,6 @@
 /* Numbers and stores the tiles of the gradients of factors.
  *
- * A tile of a part is RANKS columns of `ranks` by kColumns columns of `wide`. The rank columns of
+ * A tile of a part is RANKS columns of `ranks` by COLUMNS columns of `wide`. The rank columns of
  * all slices are concatenated, with each slice padded to a multiple of 16. */
 #pragma once
 
@@ -20,11 +20,7 @@ struct GradientProduct {
   bool gradient_vectors;            // gradients allow them for each 8 elements
   moelora_gradient gradient[2];
   int64_t slot_offset; // offset of this product's [rank columns, columns] within a slot, in floats
-  int32_t column_tiles;
-  int32_t first_tile, tiles; // first tile within a part; number of tiles
-  struct {
-    int32_t columns, first; // number of column tiles, and first tile, for a pair with few rows
-  } few;
+  int32_t column_tiles, first_tile; // of a launch; first_tile: within a part
 };
 
 /* Products that share parts: those of pairs, or those of adapters. */
@@ -32,7 +28,7 @@ struct GradientGroup {
   moelora_gradient_parts parts;
   GradientProduct product[MOELORA_GRADIENT_PRODUCTS];
   int32_t count;
-  int32_t tiles, few_tiles; // per part of `part`; per pair of `few`
+  int32_t tiles; // per part, of a launch
   int64_t slot_floats;
   float *slots;
 };
@@ -42,7 +38,7 @@ struct GradientTile {
 };
 
 /* Finds tile `tile` of a part, and returns its product. */
-template <int RANKS>
+template <int RANKS, int COLUMNS = kColumns>
 __device__ __forceinline__ const GradientProduct &find_tile(const GradientGroup &group, int tile,
                                                             GradientTile *found) {
   int p = 0;
@@ -50,7 +46,7 @@ __device__ __forceinline__ const GradientProduct &find_tile(const GradientGroup 
     p++;
   const GradientProduct &product = group.product[p];
   const int at = tile - product.first_tile;
-  *found = {at / product.column_tiles * RANKS, at % product.column_tiles * kColumns};
+  *found = {at / product.column_tiles * RANKS, at % product.column_tiles * COLUMNS};
   return product;
 }
 

@@ -408,12 +408,6 @@ bool is_shared(const moelora_gradient &gradient, const moelora_gradient_rows *li
   return list->adapters.max_parts > 0 && gradient.experts == 1 && !gradient.sparse;
 }
 
-/* Returns whether units of 8 elements of a gradient allow 16-byte accesses. */
-bool is_vector_gradient(const moelora_gradient &g) {
-  return (uintptr_t)g.data % 16 == 0 && g.columns % 8 == 0 && g.stride_i % 8 == 0 &&
-         g.stride_e % 8 == 0 && g.stride_l % 8 == 0;
-}
-
 bool allows_vectors(const moelora_gradient_operand &operand, int64_t slice, int64_t columns) {
   return (uintptr_t)operand.data % 16 == 0 && operand.stride % 8 == 0 && slice % 8 == 0 &&
          columns % 8 == 0 && operand.stride < (int64_t)1 << 31;
@@ -439,7 +433,7 @@ void add_product(GradientGroup *group, const moelora_gradient_product &from, int
   p.gradient_vectors = true;
   for (int i = 0; i < slices; i++) {
     p.gradient[i] = from.gradient[first + i];
-    p.gradient_vectors = p.gradient_vectors && is_vector_gradient(p.gradient[i]);
+    p.gradient_vectors = p.gradient_vectors && moelora_is_vector_gradient(&p.gradient[i]);
   }
 }
 
@@ -482,35 +476,35 @@ GradientLaunch describe(const moelora_gradients_launch *g, const moelora_gradien
   return s;
 }
 
+/* Numbers the tiles of a launch. */
+void number_tiles(GradientLaunch *s, int ranks, int columns) {
+  for (GradientGroup &group : s->group) {
+    group.tiles = 0;
+    for (int i = 0; i < group.count; i++) {
+      GradientProduct &p = group.product[i];
+      p.column_tiles = (p.columns + columns - 1) / columns;
+      p.first_tile = group.tiles;
+      group.tiles += p.column_tiles * ((p.slices * p.padded_rank + ranks - 1) / ranks);
+    }
+  }
+}
+
 template <class T, int RANKS>
 moelora_status launch_few(GradientLaunch &s, const moelora_exec *exec) {
   using S = FewShape<RANKS>;
-  GradientGroup &group = s.group[0];
-  for (int i = 0; i < group.count; i++) {
-    GradientProduct &p = group.product[i];
-    p.few.columns = (p.columns + kFewColumns - 1) / kFewColumns;
-    p.few.first = group.few_tiles;
-    group.few_tiles += p.few.columns * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
-  }
-  return launch_kernel<gradients_few<T, S>>("gradients_few", group.parts.max_few * group.few_tiles,
-                                            S::THREADS, sizeof(typename S::SharedStorage), exec, s);
+  number_tiles(&s, RANKS, kFewColumns);
+  return launch_kernel<gradients_few<T, S>>("gradients_few",
+                                            s.group[0].parts.max_few * s.group[0].tiles, S::THREADS,
+                                            sizeof(typename S::SharedStorage), exec, s);
 }
 
 template <class T, int RANKS> moelora_status launch(GradientLaunch &s, const moelora_exec *exec) {
   using S = GradientShape<RANKS>;
   static_assert(sizeof(typename S::SharedStorage) <= kPortableShared, "shared memory of a CTA");
+  number_tiles(&s, RANKS, kColumns);
   int64_t work = 0, splits = 0;
-  for (GradientGroup &group : s.group) {
-    for (int i = 0; i < group.count; i++) {
-      GradientProduct &p = group.product[i];
-      p.column_tiles = (p.columns + kColumns - 1) / kColumns;
-      p.first_tile = group.tiles;
-      p.tiles = p.column_tiles * ((p.slices * p.padded_rank + RANKS - 1) / RANKS);
-      group.tiles += p.tiles;
-    }
-    work += group.parts.max_parts * group.tiles;
-    splits += group.parts.max_splits * group.tiles;
-  }
+  for (const GradientGroup &group : s.group)
+    work += group.parts.max_parts * group.tiles, splits += group.parts.max_splits * group.tiles;
   MOELORA_TRY((launch_kernel<gradients<T, S>>("gradients", work, S::THREADS,
                                               sizeof(typename S::SharedStorage), exec, s)));
   return launch_kernel<sum_slots<T, S>>("sum_gradients", splits, S::THREADS, 0, exec, s);

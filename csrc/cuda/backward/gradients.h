@@ -77,13 +77,16 @@ typedef struct moelora_gradient_uses {
                      * moelora_is_few_gradient does not hold for all gradients */
 } moelora_gradient_uses;
 
-/* Returns whether the kernel for pairs with few rows can write a gradient: it is overwritten, has
- * the dtype of the call, allows 16-byte accesses per 8 elements, and its row stride in bytes fits
- * 32 bits. */
-static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
-  return !accumulate && g->dtype != MOELORA_F32 && (uintptr_t)g->data % 16 == 0 &&
-         g->columns % 8 == 0 && g->stride_i % 8 == 0 && g->stride_i < 1 << 30 &&
+/* Returns whether units of 8 elements of a gradient allow 16-byte accesses. */
+static inline bool moelora_is_vector_gradient(const moelora_gradient *g) {
+  return (uintptr_t)g->data % 16 == 0 && g->columns % 8 == 0 && g->stride_i % 8 == 0 &&
          g->stride_e % 8 == 0 && g->stride_l % 8 == 0;
+}
+/* Returns whether the kernel for pairs with few rows can write a gradient: it is overwritten, has
+ * the dtype of the call, and its row stride in bytes fits 32 bits. */
+static inline bool moelora_is_few_gradient(const moelora_gradient *g, bool accumulate) {
+  return !accumulate && g->dtype != MOELORA_F32 && g->stride_i < 1 << 30 &&
+         moelora_is_vector_gradient(g);
 }
 
 moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *routes,

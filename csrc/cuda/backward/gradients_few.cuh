@@ -31,19 +31,6 @@ template <int RANKS_> struct FewShape {
   };
 };
 
-/* Finds tile `tile` of a pair, and returns its product. */
-template <int RANKS>
-__device__ __forceinline__ const GradientProduct &find_few_tile(const GradientGroup &group,
-                                                                int tile, GradientTile *found) {
-  int p = 0;
-  while (p + 1 < group.count && tile >= group.product[p + 1].few.first)
-    p++;
-  const GradientProduct &product = group.product[p];
-  const int at = tile - product.few.first;
-  *found = {at / product.few.columns * RANKS, at % product.few.columns * kFewColumns};
-  return product;
-}
-
 /* Zeroes all but the first `count` of eight elements. */
 __device__ __forceinline__ uint4 first_elements(uint4 v, int count) {
   const auto keep = [&](uint32_t two, int first) {
@@ -343,18 +330,18 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   follow_previous_kernel();
   const GradientGroup &group = s.group[0];
-  const int64_t all = (int64_t)group.parts.count[2] * group.few_tiles;
+  const int64_t all = (int64_t)group.parts.count[2] * group.tiles;
   int turn = 0;
 #pragma unroll 1
   for (int64_t work = blockIdx.x; work < all; work = shared.next[turn], turn ^= 1) {
     if (threadIdx.x == S::THREADS - 1)
       shared.next[turn] =
           gridDim.x + (int64_t)atomicAdd((unsigned long long *)group.parts.few_counter, 1ull);
-    const int number = divide_work(work, group.few_tiles);
+    const int number = divide_work(work, group.tiles);
     const moelora_gradient_part part = group.parts.few[number];
     GradientTile tile;
     const GradientProduct &p =
-        find_few_tile<S::RANKS>(group, (int)(work - (int64_t)number * group.few_tiles), &tile);
+        find_tile<S::RANKS, kFewColumns>(group, (int)(work - (int64_t)number * group.tiles), &tile);
     const int rank = part.count > 0 ? min(part.rank, p.max_rank) : 0;
     if (part.to[1] >= 0) {
       if (part.count > 0)
