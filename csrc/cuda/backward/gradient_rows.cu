@@ -133,8 +133,7 @@ __device__ __forceinline__ void cut(const ListLaunch &s, const moelora_gradient_
   }
   if (threadIdx.x == 0) {
     parts.count[0] = all_parts, parts.count[1] = all_splits, parts.count[2] = all_few;
-    if (parts.few)
-      *parts.few_counter = 0;
+    *parts.few_counter = 0;
   }
 }
 
@@ -205,8 +204,8 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int
     parts.max_few = zeroes || groups < rows ? groups : rows;
     parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.max_few,
                                                             sizeof(moelora_gradient_part));
-    parts.few_counter = (uint64_t *)moelora_take(arena, sizeof(uint64_t));
   }
+  parts.few_counter = (uint64_t *)moelora_take(arena, sizeof(uint64_t));
   parts.count = (int32_t *)moelora_take(arena, 3 * sizeof(int32_t));
   return parts;
 }

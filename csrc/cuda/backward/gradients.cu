@@ -292,6 +292,11 @@ template <class T, class S> struct PartTile {
   }
 };
 
+/* Returns the tiles of all parts (of = 0), or splits (1). */
+__device__ __forceinline__ int64_t tiles_of(const GradientGroup &group, int of) {
+  return group.tiles ? (int64_t)group.parts.count[of] * group.tiles : 0;
+}
+
 /* Finds tile `work` among the tiles of all parts (or splits); tiles of pairs come first. */
 struct GradientWork {
   const GradientGroup *group;
@@ -313,11 +318,8 @@ __global__ void __launch_bounds__(S::THREADS, S::CTAS)
   typename S::SharedStorage &shared = *(typename S::SharedStorage *)memory;
   follow_previous_kernel();
   if (threadIdx.x == 0) {
-    const auto tiles_of = [](const GradientGroup &group) {
-      return group.tiles ? (int64_t)group.parts.count[0] * group.tiles : 0;
-    };
-    shared.of_pairs = tiles_of(s.group[0]);
-    shared.all = shared.of_pairs + tiles_of(s.group[1]);
+    shared.of_pairs = tiles_of(s.group[0], 0);
+    shared.all = shared.of_pairs + tiles_of(s.group[1], 0);
   }
   __syncthreads();
   // Issues the copies of a tile's part, with one warp.
@@ -384,11 +386,8 @@ struct SlotSums {
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS) sum_slots(const __grid_constant__ GradientLaunch s) {
   follow_previous_kernel();
-  const int64_t of_pairs =
-      s.group[0].tiles ? (int64_t)s.group[0].parts.count[1] * s.group[0].tiles : 0;
-  const int64_t of_adapters =
-      s.group[1].tiles ? (int64_t)s.group[1].parts.count[1] * s.group[1].tiles : 0;
-  for (int64_t work = blockIdx.x; work < of_pairs + of_adapters; work += gridDim.x) {
+  const int64_t of_pairs = tiles_of(s.group[0], 1), all = of_pairs + tiles_of(s.group[1], 1);
+  for (int64_t work = blockIdx.x; work < all; work += gridDim.x) {
     const GradientWork found(s, work, of_pairs);
     const GradientGroup &group = *found.group;
     const moelora_gradient_split split = group.parts.split[found.number];

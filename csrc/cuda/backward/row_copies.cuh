@@ -33,18 +33,15 @@ template <class T> struct RowCopies {
   }
 };
 
-/* Returns at / by, bit by bit: the compiler's division is a call, which would spill registers. */
-__device__ __forceinline__ int divide_wide(uint64_t at, uint32_t by) {
+/* Returns at / tiles: the part or split that tile `at` belongs to, where each has `tiles` tiles.
+ * From 2^32 on bit by bit: the compiler's division is a call, which would spill registers. */
+__device__ __forceinline__ int divide_work(int64_t at, int tiles) {
+  if (at >> 32 == 0)
+    return (int)((uint32_t)at / (uint32_t)tiles);
   uint32_t quotient = 0;
 #pragma unroll 1
   for (int bit = 30; bit >= 0; bit--)
-    if (at >= (uint64_t)by << bit)
-      at -= (uint64_t)by << bit, quotient |= 1u << bit;
+    if (at >= (int64_t)tiles << bit)
+      at -= (int64_t)tiles << bit, quotient |= 1u << bit;
   return (int)quotient;
-}
-
-/* Returns at / tiles: the part or split that tile `at` belongs to, where each has `tiles` tiles. */
-__device__ __forceinline__ int divide_work(int64_t at, int tiles) {
-  return at >> 32 ? divide_wide((uint64_t)at, (uint32_t)tiles)
-                  : (int)((uint32_t)at / (uint32_t)tiles);
 }
