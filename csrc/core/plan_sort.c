@@ -31,20 +31,22 @@ static bool is_two_launches(const moelora_variant *v) {
   return v->block_m == INT32_MAX;
 }
 
-static bool serves(const moelora_variant *v, int64_t items, bool compact) {
+static bool serves(const moelora_variant *v, int64_t items, int64_t keys, bool compact) {
   return v && v->role == MOELORA_ROLE_SORT && items <= v->block_m &&
+         (keys <= MOELORA_SORT_KEYS || is_two_launches(v)) &&
          (v->block_m > TINY_ITEMS || compact) && (items > 0 || !is_two_launches(v));
 }
 
-static const moelora_variant *choose(int64_t items, bool compact, const moelora_device_info *device,
+static const moelora_variant *choose(int64_t items, int64_t keys, bool compact,
+                                     const moelora_device_info *device,
                                      const moelora_variant *tuned) {
   const moelora_variant *v = moelora_forced(MOELORA_ROLE_SORT, MOELORA_I32, device);
-  if (serves(v, items, compact))
+  if (serves(v, items, keys, compact))
     return v;
-  if (serves(tuned, items, compact))
+  if (serves(tuned, items, keys, compact))
     return tuned;
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++)
-    if (serves(v, items, compact))
+    if (serves(v, items, keys, compact))
       return v;
   return NULL;
 }
@@ -53,7 +55,7 @@ static const moelora_variant *choose(int64_t items, bool compact, const moelora_
 static moelora_sort_plan plan_sort(int64_t items, int64_t keys, int64_t out_rows, bool compact,
                                    const moelora_device_info *device,
                                    const moelora_variant *tuned) {
-  moelora_sort_plan plan = {.variant = choose(items, compact, device, tuned)};
+  moelora_sort_plan plan = {.variant = choose(items, keys, compact, device, tuned)};
   if (!is_two_launches(plan.variant)) {
     const int64_t fill = at_most(moelora_divide_up(out_rows, FILL_ROWS), MAX_SMALL_CHUNKS);
     const int64_t least = moelora_divide_up(items, MOELORA_SORT_GROUP);
@@ -111,11 +113,14 @@ static void plan_alignment(const alignment *a, const moelora_device_info *device
   const moelora_routes *routes = a->routes;
   const int64_t experts = routes->num_experts, adapters = moelora_adapter_keys(a->mode, routes);
   const bool compact = a->mode != MOELORA_ALIGN_SORTING && !a->zeroes;
-  if (experts * adapters <= MOELORA_SORT_KEYS) {
-    plan->rows =
-        plan_sort(routes->num_rows, experts * adapters, a->out_rows, compact, device, tuned);
+  const int64_t keys = experts * adapters;
+  /* The large sort has a third bin per expert, not per key. With few rows two sorts are faster. */
+  const bool large = a->mode == MOELORA_ALIGN_SEGMENTED && routes->num_rows >= keys &&
+                     2 * keys + experts <= 3 * MOELORA_SORT_KEYS;
+  if (keys <= MOELORA_SORT_KEYS || large) {
+    plan->rows = plan_sort(routes->num_rows, keys, a->out_rows, compact, device, tuned);
     if (adapters > 1 && plan->rows.variant->block_m > TINY_ITEMS)
-      plan->segments = experts * adapters;
+      plan->segments = keys;
     return;
   }
   /* In UNIFORM mode, a later launch pads the blocks. */

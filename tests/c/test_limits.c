@@ -296,6 +296,17 @@ static void test_keys(void) {
     if (cases[i].message && strcmp(moelora_error_message(), cases[i].message) != 0)
       FAIL("got '%s', expected '%s'", moelora_error_message(), cases[i].message);
   }
+  /* More pairs than that: one sort if each has a row on average, otherwise two. */
+  for (int32_t m = 128 * 65 - 1; m <= 128 * 65; m++) {
+    const moelora_align_problem align = {.mode = MOELORA_ALIGN_SEGMENTED,
+                                         .routes = routes_of(m, 1, 128, 64),
+                                         .block_size = 16,
+                                         .max_blocks = m};
+    moelora_align_plan sorts;
+    CHECK_PLANNED(moelora_plan_align(&align, &hopper, &sorts));
+    CHECK_INT(sorts.segments, m == 128 * 65 ? m : 0);
+    CHECK_INT(sorts.tokens.variant != NULL, m != 128 * 65);
+  }
   const char *message = "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either";
   moelora_delta_problem d = delta_of(M, 1, MOELORA_SORT_KEYS, RANK);
   const moelora_mlp_delta_problem mlp = {{d, d}};

@@ -146,11 +146,12 @@ def test_projection(tokens, projection, form):
             check_projection(y, p, projection)
 
 
-# One launch, two launches, and two sorts (more pairs than shared memory counts), each with uniform
-# routing, one expert, and nothing to do.
+# One launch, two launches, also with the most keys, and two sorts (more pairs than shared memory
+# counts), each with uniform routing, one expert, and nothing to do.
 @pytest.mark.parametrize("mode", ["base", "uniform", "segmented", "sorting"])
 @pytest.mark.parametrize(
-    "tokens, top_k, experts, slots", [(40, 2, 8, 3), (3000, 8, 128, 8), (900, 4, 512, 40)]
+    "tokens, top_k, experts, slots",
+    [(40, 2, 8, 3), (3000, 8, 128, 8), (3000, 8, 128, 64), (900, 4, 512, 40)],
 )
 def test_alignment(tokens, top_k, experts, slots, mode):
     make = torch.Generator().manual_seed(5)

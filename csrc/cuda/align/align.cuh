@@ -52,8 +52,8 @@ struct align_shared {
  * the group's first key, where this would be 0, it is the number of items of the group. */
 struct align_bins {
   int32_t *before, *total; /* [num_keys] */
-  int32_t *first; /* [num_groups] first position of a group; small sorts use it for counts before
-                     the layout */
+  int32_t *first; /* [num_groups] first position of a group; small sorts use [num_keys] for counts
+                     before the layout */
 };
 
 static __device__ __forceinline__ align_bins bins_in(const align_sort &s, int32_t *memory) {
@@ -407,11 +407,11 @@ static __device__ __forceinline__ void skip_item(const align_sort &s, uint32_t i
   s.positions[item.token * s.top_k.value + item.choice] = -1;
 }
 
-static __device__ __forceinline__ void clear_bins(const align_sort &s, const align_bins &bins,
+static __device__ __forceinline__ void clear_bins(const align_bins &bins, uint32_t count,
                                                   align_shared &shared) {
 #pragma unroll 1
-  for (uint32_t k = threadIdx.x; k < s.num_keys; k += ALIGN_THREADS)
-    bins.before[k] = bins.total[k] = bins.first[k] = 0;
+  for (uint32_t k = threadIdx.x; k < count; k += ALIGN_THREADS)
+    bins.before[k] = 0;
   if (threadIdx.x < ALIGN_MAX_KEYS / 32)
     shared.local[threadIdx.x] = 0;
 }

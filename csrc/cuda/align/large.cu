@@ -133,7 +133,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   const uint32_t begin = blockIdx.x * s.chunk_items;
   const uint32_t end = begin + min(s.chunk_items, s.num_items - begin);
 
-  clear_bins(s, bins, shared);
+  clear_bins(bins, 2 * s.num_keys, shared);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; s.tile > ALIGN_GROUP && i < 2 * s.num_keys; i += ALIGN_THREADS)
     in_group[i] = 0;
@@ -192,7 +192,7 @@ moelora_status align_launch_place(const align_sort &sort, const moelora_exec *ex
   const uint32_t fit = max(ALIGN_THREADS / sort.words.value, 1u);
   argument.teams = min(fit, batches);
   argument.team_rows = (sort.num_rows + argument.teams - 1) / argument.teams;
-  const size_t bytes = (counts_groups ? 5 : 3) * key_bytes;
+  const size_t bytes = counts_groups ? 5 * key_bytes : 2 * key_bytes + sort.num_groups * 4;
   return launch_sized<align_place>("align_place", sort.num_chunks + align_zero_ctas(sort),
                                    ALIGN_THREADS, bytes, exec, argument);
 }

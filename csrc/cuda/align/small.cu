@@ -22,7 +22,7 @@ static __global__ void __launch_bounds__(ALIGN_THREADS, 1)
   int32_t *const in_warp = bins.first;
   const uint32_t begin = blockIdx.x * ALIGN_GROUP;
 
-  clear_bins(s, bins, shared);
+  clear_bins(bins, 3 * s.num_keys, shared);
   follow_previous_kernel();
   int32_t key[BATCH];
   load_keys(s, threadIdx.x, s.num_items, key);
