@@ -122,7 +122,7 @@ def rule_of_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     return (x * (1.0 / scale)).clamp(-448, 448).to(E4M3).float(), scale
 
 
-def identity(name: str, size: int, dtype: torch.dtype, gate_up=None) -> QuantizedWeights:
+def identity(name: str, size: int, dtype: torch.dtype) -> QuantizedWeights:
     """Weights that give back what multiplies them."""
     ones = EightBits(
         torch.eye(size)[None].to(E4M3),
@@ -133,7 +133,7 @@ def identity(name: str, size: int, dtype: torch.dtype, gate_up=None) -> Quantize
     )
     if name in ("fp8_tensor_w8a8", "fp8_static_w8a8"):
         ones.of_rows = torch.zeros(size, dtype=torch.int64)
-    return ones.pack(dtype, gate_up)
+    return ones.pack(dtype)
 
 
 def once(x: torch.Tensor, w: QuantizedWeights) -> torch.Tensor:

@@ -115,12 +115,10 @@ def _rows(weight, projection, layer):
 # ---- how factors are spelled ----
 
 
-def linears(drawn, rename=lambda name: name, routers=True):
+def linears(drawn, rename=lambda name: name):
     """Factors of all layers but experts, as PEFT saves them."""
     state = {}
     for name, (a, b) in drawn.linears.items():
-        if not routers and name in drawn.routers:
-            continue
         key = rename(name)
         if name in drawn.embeddings:
             state |= {f"{key}.lora_embedding_A": a, f"{key}.lora_embedding_B": b}

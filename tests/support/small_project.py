@@ -57,7 +57,7 @@ CUDA = {name for name in PROJECT if name.endswith(".cu")} | GEMMS
 NVCC = """\
 here=$(dirname "$0")
 case "$1" in
-  --version) echo "Cuda compilation tools, release {release}, V{release}.1"; exit;;
+  --version) echo "Cuda compilation tools, release 13.0, V13.0.1"; exit;;
   --dryrun) echo "#$ LIBRARIES=\\"-L$here\\"" >&2; exit;;
 esac
 echo "$@" >> "$here/nvcc.log"
@@ -132,10 +132,10 @@ class Project:
         assert status == "0\n", Path(f"{said}.errors").read_text()
         return Path(said).read_text()
 
-    def nvcc(self, release="13.0"):
+    def nvcc(self):
         """The environment of a build with CUDA by a stand-in for nvcc."""
         (self.root / "bin").mkdir()
-        nvcc = script(self.root / "bin/nvcc", NVCC.format(release=release))
+        nvcc = script(self.root / "bin/nvcc", NVCC)
         for command in ("ar rcs libcudart_static.a", "cc -fPIC -x c -c /dev/null -o empty.o"):
             subprocess.run(command.split(), cwd=nvcc.parent, check=True)
         return {"MOELORA_CUDA": "1", "NVCC": str(nvcc), "MAX_JOBS": "1"}

@@ -46,13 +46,13 @@ EACH_OPERATOR = pytest.mark.parametrize(
 SPEC = Spec(tokens=9, ranks=(8, 5), spare_rank=3, bias=True)
 
 
-def arguments_of(spec, place, projection="w13", kind="projection", mul=True):
+def arguments_of(spec, place, projection="w13", kind="projection"):
     """(arguments of the operator, gradient of its result)."""
     device, dtype = place
     p = replace(spec, dtype=dtype).build().to(device)
     if kind == "layer":
         return p.kwargs(), grad_like(p.hidden_states.shape, dtype, device)
-    arguments = p.gemm_kwargs(projection, mul)
+    arguments = p.gemm_kwargs(projection, True)
     grad_out = grad_like((*p.topk_ids.shape, arguments["w"].size(1)), dtype, device)
     return (for_delta(projection, arguments)[0] if kind == "delta" else arguments), grad_out
 
