@@ -12,10 +12,7 @@ from moelora.operators import startup as _startup  # noqa: F401  explains why th
 # isort: split
 from moelora import _C
 from moelora.adapters import AdapterPool, LinearLayer, MoELayer
-from moelora.integrations.sglang.batch import (
-    MoELoRABatchInfo,
-    prepare_moe_lora_batch,
-)
+from moelora.integrations.sglang.batch import MoELoRABatchInfo
 from moelora.integrations.sglang.ops import (
     moe_lora_a,
     moe_lora_down_combine,
@@ -77,6 +74,5 @@ __all__ = [
     "moe_lora_gate_up_delta",
     "moe_sorting",
     "prepack_weights",
-    "prepare_moe_lora_batch",
     "run_moe_lora",
 ]

@@ -54,19 +54,15 @@ INSTEAD = {
     "freed, of another dtype": lambda t: without_storage(t.double()),
 }
 VLLM = ("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand")
-LENGTHS = ("prepare_moe_lora_batch", "seq_lens")
 ACCEPTED = {
-    "a list": {LENGTHS},
-    "an array": {LENGTHS},
     "without dimensions": {
         *((f"{name}{form}", "num_active_loras") for name in VLLM for form in ("", " naive")),
         *((f"{name} naive", "lora_ids") for name in VLLM),
     },
-    "on another device": {("prepack_weights", "w"), ("prepare_moe_lora_batch", "weight_indices")},
+    "on another device": {("prepack_weights", "w")},
 }
 UNREAD = {
     ("fused_moe_lora_gemm_backward", "topk_weights"),
-    *(("prepare_moe_lora_batch", name) for name in ("lora_ranks", "scalings")),
     *((name, "token_lora_mapping") for name in VLLM),
 }
 
@@ -155,12 +151,6 @@ def calls():
             "gate_up_b": b13,
             "output": zeros(M, K),
             **(ids | weighted | down),
-        },
-        "prepare_moe_lora_batch": {
-            "weight_indices": torch.tensor([0, 1]),
-            "seq_lens": torch.tensor([2, 4]),
-            "lora_ranks": given["lora_ranks"],
-            "scalings": given["lora_scalings"],
         },
         "batched_experts_lora": {
             "hidden_states": zeros(E, 3, K),

@@ -9,8 +9,6 @@ from adapter_cases import CONFIG, make_pool, wrapped, write
 from quantized_cases import FORMATS, FP8_FORMATS, fp8_numbers, quantize
 from tenant_house import House, same
 
-from moelora.integrations.sglang.batch import prepare_moe_lora_batch
-
 
 def test_pool(tmp_path):
     pool = make_pool(max_loras=2, host=3)
@@ -53,10 +51,3 @@ def test_tenants(is_sparse):
                 house.tenants.step(losses)
         found.append([t for name in names for t in house.factors(name)])
     assert same(*found)
-
-
-def test_lengths_of_sequences():
-    slots, table = torch.tensor([1, -1]), torch.zeros(2)
-    with torch.device("meta"):
-        info = prepare_moe_lora_batch(slots, table.int(), table, seq_lens=[2, 1])
-    assert info.weight_indices.tolist() == [1, 1, -1]

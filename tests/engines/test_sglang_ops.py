@@ -193,7 +193,7 @@ def test_not_the_exact_layer():
     }
     base = moelora.fused_experts_lora(**layer)
     assert abs(base.item() - 1.762) < 1e-3
-    batch = moelora.prepare_moe_lora_batch(zero, zero + 1, torch.ones(1))
+    batch = moelora.MoELoRABatchInfo(zero, zero + 1, torch.ones(1))
     for down, exact, beside in ((0.0, 5.715, 1.762), (1.0, 11.43, 2.493)):
         a2, b2 = numbers(down, shape=(1, 1, 1, 1)), numbers(1.0, shape=(1, 1, 1, 1))
         factors = {"w13_lora_a": a13, "w13_lora_b": b13, "w2_lora_a": a2, "w2_lora_b": b2}
@@ -201,51 +201,6 @@ def test_not_the_exact_layer():
         assert abs(y.item() - exact) < 2e-3
         y = moelora.run_moe_lora(one, ids, one, batch, a13, b13, a2, b2, base.clone())
         assert abs(y.item() - beside) < 1e-3
-
-
-# ---- batches ----
-
-
-def test_sequences_become_tokens(device):
-    indices = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
-    ranks, scalings = torch.ones(3, dtype=torch.int32), torch.ones(3)
-    lengths = [3, 0, 2]
-    want = [2, 2, 2, 0, 0]
-    for seq_lens in (lengths, torch.tensor(lengths), torch.tensor(lengths, dtype=torch.int32)):
-        batch = moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=seq_lens)
-        assert batch.weight_indices.tolist() == want
-        assert batch.weight_indices.dtype == torch.int32
-        assert batch.weight_indices.device.type == device
-    there = torch.tensor(lengths, device=device)
-    padded = moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=there, num_tokens=8)
-    assert padded.weight_indices.tolist() == [*want, -1, -1, -1]
-    if device == "cuda":
-        with pytest.raises(ValueError, match="num_tokens is None"):
-            moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=there)
-    per_token = moelora.prepare_moe_lora_batch(indices, ranks, scalings)
-    assert per_token.weight_indices is indices
-    with pytest.raises(ValueError, match=r"seq_lens has shape \(2,\)"):
-        moelora.prepare_moe_lora_batch(indices, ranks, scalings, seq_lens=[1, 2])
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"seq_lens": [3, -1]}, "seq_lens has the length -1, expected none below 0"),
-        ({"seq_lens": [3, 4], "num_tokens": 6}, "num_tokens is 6, seq_lens has 7 together"),
-        ({"seq_lens": [1.5, 4.5]}, "seq_lens has dtype float32, expected integers"),
-        ({"num_tokens": -1}, "num_tokens is -1, wanted an integer >= 0"),
-        ({"num_tokens": True}, "num_tokens is True, wanted an integer >= 0"),
-        ({"weight_indices": torch.zeros(2)}, "weight_indices has dtype float32, expected int32 or"),
-        ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "seq_lens is on meta"),
-    ],
-)
-def test_lengths_that_are_of_no_batch(changes, why):
-    given = {"weight_indices": torch.tensor([0, -1]), "seq_lens": [3, 3], "num_tokens": 8}
-    tables = {"lora_ranks": torch.tensor([4, 4]), "scalings": torch.ones(2)}
-    assert moelora.prepare_moe_lora_batch(**given, **tables).weight_indices.numel() == 8
-    with pytest.raises(ValueError, match=why):
-        moelora.prepare_moe_lora_batch(**{**given, **changes}, **tables)
 
 
 def test_stage_errors_use_the_names_of_the_stage():
