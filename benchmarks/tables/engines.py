@@ -72,36 +72,33 @@ def parallel_modes():
     said = []
     for way, (options, speeds) in PARALLEL.items():
         names = [f"{engine} {way}" for engine in ("moelora", "vllm")]
-        for topic in ("e2e-answers-parallel-2", "e2e-answers-parallel-4"):
-            rows = rows_of(topic)
-            far = [row for row in rows if row["topic"] == "distance" and names[0] in row]
-            if far:
-                break
-        cells = [topic[-1] if far else "", *(parallel_answers(rows, far, names) if far else [])]
-        cells += [UNTRIED] * (4 - len(cells))
+        found = {gpus: parallel_answers(f"e2e-answers-parallel-{gpus}", names) for gpus in (2, 4)}
+        cells = [[str(gpus), *answers] for gpus, answers in found.items() if answers]
         run = Run(speeds, "vllm") if speeds and path_of(speeds) else None
-        for name in ("prefill", "decode_64"):
-            rates = run.rate(name) if run else ()
-            cells.append(" / ".join(cell or "-" for cell in thousands(*rates)) or UNTRIED)
-        said.append([f"`{options}`", *cells])
+        rates = [run.rate(name) if run else () for name in ("prefill", "decode_64")]
+        fast = [" / ".join(cell or "-" for cell in thousands(*rate)) or UNTRIED for rate in rates]
+        for row in cells or [["-", *[UNTRIED] * 3]]:
+            said.append([f"`{options}`", *row, *(fast if row[0] in "-2" else ["-", "-"])])
     titles = ["options", "GPUs", "from float32", "mixed and alone differ by"]
     titles += ["rows of layers with other bits", "prefill", "decode of 64"]
     return markdown(titles, said)
 
 
-def parallel_answers(rows, far, names):
+def parallel_answers(topic, names):
     """Cells of a way: distances from float32, differences of a request mixed and alone, and rows
-    with other bits, each of both engines."""
-    mixed, bits = [], []
+    with other bits, each of both engines; None if the file has no answers of it."""
+    rows, mixed, bits = rows_of(topic), [], []
     for name in names:
         compared = [r for r in rows if r.get("compared") == f"{name}: mixed, each alone"]
         compared = [r for r in compared if r["topic"] == "answers"]
+        if not compared:
+            return None
         equal = all(r["prompt_max"] == 0 and r["same_tokens"] == r["requests"] for r in compared)
-        middle = span([r["prompt_median"] for r in compared], 3) if compared else "-"
-        mixed.append("nothing" if compared and equal else middle)
+        mixed.append("nothing" if equal else span([r["prompt_median"] for r in compared], 3))
         found = [r for r in rows if r["topic"] == "bits" and r["run"] == f"{name}, eager"]
         bits += [f"{r['differing']} of {r['matched']}" for r in found if r.get("matched")]
-    distance = " / ".join(span([row[name] for row in far], 3) for name in names)
+    far = [row for row in rows if row["topic"] == "distance" and names[0] in row]
+    distance = " / ".join(span([row[name] for row in far], 3) for name in names) if far else "-"
     return [distance, " / ".join(mixed), " / ".join(bits) or "-"]
 
 
