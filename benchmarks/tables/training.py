@@ -151,7 +151,7 @@ def parallel_steps():
         said.append([WAYS[row["mode"]], QUANTIZED.get(row["format"], "bf16"), *cells, *beside])
     titles = ["way", "experts", "tokens/s of a GPU", "over one GPU's", "MiB of a GPU"]
     titles += ["communication alone (ms)", "idle (ms)", "PEFT, tokens/s", "PEFT, MiB"]
-    return f"Two of {card('training-parallel')}:\n\n{markdown(titles, said)}"
+    return f"{card('training-parallel')}, two of them:\n\n{markdown(titles, said)}"
 
 
 def parallel_memory():
