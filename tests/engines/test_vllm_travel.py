@@ -101,6 +101,8 @@ def test_a_rank_without_requests_keeps_factors_for_the_tokens_of_others(travel):
         outer._cached_dummy_lora = False
         assert None not in inner.lora_index_to_id
         assert slots.here[:2] == [law, code] and slots.here[2] < travel.NONE
+        sent = slots.to_ids(torch.arange(3))
+        assert (sent < travel.NONE).all(), "a rank that has no `law` must not count dummies as lost"
         for slot, products in enumerate(kept):
             for name, product in Worker.products(worker, slot).items():
                 assert torch.equal(product, products[name]) and product.any()
@@ -108,6 +110,7 @@ def test_a_rank_without_requests_keeps_factors_for_the_tokens_of_others(travel):
     assert outer.dummies == 1, "later ones are clones"
     outer.add_adapter(requests["code"])
     assert inner.lora_index_to_id == [None, requests["code"].lora_int_id, None]
+    assert slots.to_ids(torch.tensor([1])).tolist() == [code]
 
 
 def test_the_senders_mapping_is_as_before(travel, monkeypatch):

@@ -10,7 +10,8 @@ of a rank's slots is a device tensor, updated in place as a slot is filled: a ca
 it. A rank without requests runs dummy batches while others have some, with as many dummy adapters
 as there are slots, and then removes all its adapters, but leaves their factors in the slots: so
 they stay in the table, and an adapter goes back to its slot, or to one that has none. Dummies are
-not copied to slots with an adapter's factors, which serve other ranks' tokens in the same step.
+not copied to slots with an adapter's factors, which serve other ranks' tokens in the same step;
+their tokens are sent with ids of dummies all the same.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
 them on the device, and its log says so when it next fills a slot.
@@ -34,11 +35,16 @@ is_on = False  # whether a layer of this process has tokens of other data-parall
 
 
 class Slots:
-    """Ids of the adapters in a rank's slots, and how many tokens came with another one."""
+    """Ids of the adapters in a rank's slots, and how many tokens came with another one.
+
+    `sent` has the ids that the rank's own tokens are sent with: those of `ids`, but of a dummy
+    where one is in a slot in name only.
+    """
 
     def __init__(self, count: int, device: Any):
         with torch.inference_mode(False):
             self.ids = torch.full((count,), NONE, dtype=torch.int64, device=device)
+            self.sent = self.ids.clone()
             self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.here = [NONE] * count  # the same on the host
 
@@ -52,6 +58,11 @@ class Slots:
     def _set(self, slot: int, number: int) -> None:
         self.here[slot] = number
         self.ids[slot].fill_(number)
+        self.sent[slot].fill_(number)
+
+    def name(self, slot: int, number: int) -> None:
+        """A dummy is in a slot in name only: the factors there remain those of an adapter."""
+        self.sent[slot].fill_(number)
 
     def best(self, number: int, free: Sequence[int]) -> int | None:
         """The free slot that an adapter should go to: its own, or one without."""
@@ -60,7 +71,7 @@ class Slots:
 
     def to_ids(self, slots: Tensor) -> Tensor:
         """Ids of tokens from slots, NONE from -1."""
-        found = self.ids[slots.clamp(min=0).long()]
+        found = self.sent[slots.clamp(min=0).long()]
         return torch.where(slots < 0, NONE, found)
 
     def to_slots(self, ids: Tensor) -> Tensor:
@@ -122,7 +133,9 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     free = [slot for slot, held in enumerate(there) if held is None]
     best = tables[0].best(number, free)
     if number < NONE and best is None and free and lora_id not in self._active_adapters:
-        self._active_adapters[lora_id], there[free[0]] = None, lora_id  # in name only
+        self._active_adapters[lora_id], there[free[0]] = None, lora_id
+        for slots in tables:
+            slots.name(free[0], number)
         return True
     others = [slot for slot in free if best is not None and slot != best]
     for slot in others:  # vLLM takes the first that is None
