@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from hf_models import TARGETS, peft, transformers
+from peft.tuners.tuners_utils import BaseTuner
 from quantized_folders import make_folder, qwen3_moe
 
 import moelora.integrations.peft as moelora_peft
@@ -170,6 +171,21 @@ def test_an_adapter_trained_on_nf4_serves_on_other_copies_of_its_base(tmp_path):
         other_base, other = logits(copy_)
         gap = (other - adapter).abs().mean()
         assert gap <= 2 * (other_base - base).abs().mean(), form
+
+
+def test_an_adapter_that_was_made_before_the_import(tmp_path, monkeypatch):
+    """PEFT finds no parameters of quantized experts then, and adapts attention alone."""
+    make_folder(tmp_path, "mxfp4", 32)
+    model = load((tmp_path, {}, None))
+    monkeypatch.setattr(BaseTuner, "inject_adapter", BaseTuner.inject_adapter.__wrapped__)
+    with pytest.warns(match="target_parameters"):
+        model = adapted(model)
+    message = (
+        r"PEFT found none of \[.*gate_up_proj.*\] of 'default' in model\.layers\.0\.mlp\.experts.*"
+        r"; import it before get_peft_model, PeftModel\.from_pretrained or load_adapter"
+    )
+    with pytest.raises(ValueError, match=message):
+        moelora_peft.attach(model)
 
 
 def test_peft_by_itself(tmp_path):

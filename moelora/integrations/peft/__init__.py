@@ -18,8 +18,11 @@ copies: gradients are those of PEFT's own parameters. Nor are there any in compi
 While adapters are merged, experts run on their merged weights; `unload` and `merge_and_unload`
 detach the model.
 
-Importing this module makes `load_adapter` of PEFT and of transformers record the source of an
-adapter: `attach` refuses adapters that PEFT has not loaded completely.
+Import this module before PEFT adds an adapter (`get_peft_model`, `PeftModel.from_pretrained`,
+`load_adapter`). It makes `load_adapter` of PEFT and of transformers record the source of an
+adapter, since `attach` refuses adapters that PEFT has not loaded completely; gives quantized
+experts parameters to target; and makes PEFT target experts that tensor parallelism has split, which
+it fails at by itself (`'ParamWrapper' object has no attribute 'weight'`).
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import ranks_of, stop_travelling
+from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
 
 if TYPE_CHECKING:
@@ -117,7 +121,7 @@ def attach(
     wrappers = {name: outermost[name] for name in layers}
     wrapped = {name: layer for name, layer in layers.items() if wrappers[name] is not layer[0]}
     if not wrapped:
-        raise ValueError("no adapter of this model targets its experts (target_parameters)")
+        raise ValueError(_no_adapter(model, layers))
     current = getattr(base, "_moelora", None)
     if getattr(current, "pool", None) is not None and not isinstance(current, AttachedExperts):
         raise RuntimeError("load_adapters gave the model a pool; call unload_adapters first")
@@ -168,6 +172,21 @@ def attach(
                 experts._moelora, experts._moelora_layer = serving.passing, name
     serving.take_layers()
     return pool
+
+
+def _no_adapter(model: peft.PeftModel | PreTrainedModel, layers: Mapping[str, Any]) -> str:
+    """The message of `attach` if PEFT has wrapped no experts."""
+    message = "no adapter of this model targets its experts (target_parameters)"
+    targets = {n: getattr(c, "target_parameters", None) for n, c in model.peft_config.items()}
+    adapter = next((name for name, targeted in targets.items() if targeted), None)
+    name, (experts, _) = next(iter(layers.items()))
+    if adapter is None or not is_quantized(experts):
+        return message
+    return (
+        f"{message}: PEFT found none of {targets[adapter]} of {adapter!r} in {name}, whose weights "
+        "are quantized; PEFT sees parameters of such experts only if moelora.integrations.peft was "
+        "imported; import it before get_peft_model, PeftModel.from_pretrained or load_adapter"
+    )
 
 
 def detach(model: peft.PeftModel | PreTrainedModel) -> None:
