@@ -1,6 +1,7 @@
 /* Decides which kernels run on a device: GPU families, CPU instruction sets, and the limit on the
  * compute capability. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "core/check.h"
@@ -10,6 +11,7 @@
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(int32_t) capability_limit; /* 0: none */
 static _Atomic(bool) limit_unknown;       /* MOELORA_MAX_CC is invalid */
+static char environment[64]; /* its value when it was read: a process may change the variable */
 
 static bool is_capability(long value) {
   return value >= 80 && value < 1000;
@@ -20,6 +22,7 @@ static void read_environment(void) {
   if (most && *most) {
     char *end;
     const long value = strtol(most, &end, 10);
+    snprintf(environment, sizeof environment, "%s", most);
     limit_unknown = *end != '\0' || !is_capability(value);
     capability_limit = limit_unknown ? 0 : (int32_t)value;
   }
@@ -38,7 +41,7 @@ moelora_status moelora_limit_capability(int32_t compute_capability) {
 moelora_status moelora_check_limit(void) {
   pthread_once(&environment_once, read_environment);
   MOELORA_REQUIRE(!limit_unknown, "MOELORA_MAX_CC is '%s', expected a number such as 80",
-                  getenv("MOELORA_MAX_CC"));
+                  environment);
   return MOELORA_OK;
 }
 

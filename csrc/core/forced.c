@@ -1,5 +1,6 @@
 /* Variants that the API or the environment forces. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +10,7 @@
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 static _Atomic(const moelora_variant *) forced[MOELORA_ROLES];
 static _Atomic(const char *) forced_wrong; /* error in MOELORA_FORCE_VARIANT, or NULL */
+static char environment[512]; /* its value when it was read: a process may change the variable */
 
 static const char unknown[] = "no such variant";
 
@@ -39,6 +41,7 @@ static void read_environment(void) {
   const char *names = getenv("MOELORA_FORCE_VARIANT");
   if (names && *names) {
     const moelora_variant *variants[MOELORA_ROLES];
+    snprintf(environment, sizeof environment, "%s", names);
     forced_wrong = parse_names(names, &variants);
     force(forced_wrong ? NULL : variants);
   }
@@ -59,8 +62,7 @@ moelora_status moelora_force_variant(const char *names) {
 moelora_status moelora_check_environment(void) {
   pthread_once(&environment_once, read_environment);
   const char *wrong = forced_wrong;
-  MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", getenv("MOELORA_FORCE_VARIANT"),
-                  wrong);
+  MOELORA_REQUIRE(!wrong, "MOELORA_FORCE_VARIANT is '%s': %s", environment, wrong);
   return moelora_check_limit();
 }
 

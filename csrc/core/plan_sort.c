@@ -1,8 +1,9 @@
-/* Plans the sorts of an alignment:
+/* Plans the sorts of an alignment, with keys = experts * (adapters + 1):
  *
- *   experts * (adapters + 1) <= MOELORA_SORT_KEYS   rows by (expert, adapter), one sort
- *   otherwise                                       tokens by adapter, then rows by expert: sorts
- *                                                   are stable, so the order is the same */
+ *   keys <= MOELORA_SORT_KEYS      one sort, of rows by (expert, adapter)
+ *   keys <= rows, SEGMENTED mode   the same, in two launches, if its bins fit in shared memory
+ *   otherwise                      two sorts, of tokens by adapter, then of rows by expert: sorts
+ *                                  are stable, so the order is the same */
 #include "core/check.h"
 #include "core/plan.h"
 
