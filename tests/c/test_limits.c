@@ -296,16 +296,27 @@ static void test_keys(void) {
     if (cases[i].message && strcmp(moelora_error_message(), cases[i].message) != 0)
       FAIL("got '%s', expected '%s'", moelora_error_message(), cases[i].message);
   }
-  /* More pairs than that: one sort if each has a row on average, otherwise two. */
-  for (int32_t m = 128 * 65 - 1; m <= 128 * 65; m++) {
-    const moelora_align_problem align = {.mode = MOELORA_ALIGN_SEGMENTED,
-                                         .routes = routes_of(m, 1, 128, 64),
-                                         .block_size = 16,
-                                         .max_blocks = m};
-    moelora_align_plan sorts;
-    CHECK_PLANNED(moelora_plan_align(&align, &hopper, &sorts));
-    CHECK_INT(sorts.segments, m == 128 * 65 ? m : 0);
-    CHECK_INT(sorts.tokens.variant != NULL, m != 128 * 65);
+  /* More pairs than that: one sort if each has a row on average and the bins of pairs and experts
+   * fit in shared memory, otherwise two. */
+  static const struct {
+    int32_t rows, experts, slots;
+    bool one;
+  } sorts[] = {
+      {128 * 65 - 1, 128, 64, false}, {128 * 65, 128, 64, true}, {128 * 89, 128, 88, true},
+      {128 * 90, 128, 89, false},     {2 * 7680, 2, 5758, true}, {2 * 7680, 2, 5759, false},
+      {INT32_MAX, 7679, 7679, false},
+  };
+  for (size_t i = 0; i < sizeof sorts / sizeof *sorts; i++) {
+    const moelora_align_problem align = {
+        .mode = MOELORA_ALIGN_SEGMENTED,
+        .routes = routes_of(sorts[i].rows, 1, sorts[i].experts, sorts[i].slots),
+        .block_size = 16,
+        .max_blocks = sorts[i].rows};
+    moelora_align_plan plan;
+    CHECK_PLANNED(moelora_plan_align(&align, &hopper, &plan));
+    const int64_t keys = (int64_t)sorts[i].experts * (sorts[i].slots + 1);
+    CHECK_INT(plan.segments, sorts[i].one ? keys : 0);
+    CHECK_INT(plan.tokens.variant == NULL, sorts[i].one);
   }
   const char *message = "8 experts and 7680 adapters: CUDA alignment takes at most 7679 of either";
   moelora_delta_problem d = delta_of(M, 1, MOELORA_SORT_KEYS, RANK);
