@@ -158,8 +158,8 @@ def trace(step, path: Path | None) -> dict[str, float]:
 
 
 def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Of names, begins and ends of kernels: how long others than NCCL's run, NCCL's, NCCL's alone,
-    and none from the first begin to the last end."""
+    """How long kernels that compute run, how long NCCL's run, NCCL's alone, and none at all, from
+    the first begin to the last end. A kernel is (name, begin, end)."""
 
     def length(spans: list[tuple[float, float]]) -> float:
         total, until = 0.0, float("-inf")

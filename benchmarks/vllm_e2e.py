@@ -57,7 +57,7 @@ class Bench(jobs.Bench):
         self.ended(name, self.started(name, model, *flags, **environment))
 
     def started(self, name, model, *flags, **environment):
-        """The job of an engine, with moelora if its name begins so."""
+        """Starts an engine, with moelora if its name begins with "moelora", and returns its job."""
         command = ["-m", "benchmarks.engines.vllm_engine", "--model", self.work / model]
         command += ["--out", self.file(name), *flags]
         environment |= {SWITCH: "1" if name.startswith("moelora") else "0"}

@@ -63,8 +63,8 @@ class Parallel(Bench):
 
 
 def mixes(name):
-    """Whether an engine gives requests other adapters than theirs: vLLM by itself, where each rank
-    fills its slots."""
+    """Whether requests of an engine may get each other's adapters: vLLM's data-parallel ranks
+    number slots by themselves."""
     return name.startswith("vllm") and DATA in WAYS[name[5:].removesuffix(BITS)]
 
 

@@ -58,7 +58,7 @@ def tokens(steps: int = 10, batch: int = 8, length: int = 64, seed: int = 0) -> 
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all factors that train, whole."""
+    """Hashes all trainable factors; sharded ones are gathered first."""
     total = hashlib.sha256()
     for name, factor in sorted(model.named_parameters()):
         if factor.requires_grad:

@@ -92,8 +92,8 @@ def differences(ours, theirs):
 
 
 def judge(name, wanted, got, other, tolerance):
-    """How far `got`, what the engine gave, is from `wanted`, beside `other`, what of another; an
-    infinite tolerance takes it anyway."""
+    """Compares an engine's log-probabilities `got` with those of its adapter, `wanted`, and with
+    those of another adapter, `other`. With an infinite tolerance any distance is ok."""
     off, wrong = sorted(differences(wanted, got)), statistics.median(differences(wanted, other))
     median, p95 = statistics.median(off), off[int(0.95 * len(off))]
     row = {"median": round(median, 4), "p95": round(p95, 4), "another": round(wrong, 4)}

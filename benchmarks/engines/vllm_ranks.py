@@ -16,7 +16,7 @@ RANK, SIZE, STORE = "VLLM_DP_RANK", "VLLM_DP_SIZE", "MOELORA_RANKS_STORE"
 
 
 def start(module, words, size):
-    """Runs the module in every rank; the first exit status that is not 0, once one ends badly."""
+    """Runs the module in every rank. Returns 0, or the first exit status that is not."""
     with tempfile.TemporaryDirectory() as folder:
         told = {
             SIZE: str(size),
@@ -55,7 +55,7 @@ class Ranks:
         return items[self.rank :: self.size]
 
     def gather(self, mine):
-        """What all have made of their shares, in the order of the whole; waits for all."""
+        """Waits for all ranks, and returns the results of all prompts in the prompts' order."""
         if self.size == 1:
             return mine
         parts = [None] * self.size

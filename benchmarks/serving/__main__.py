@@ -120,7 +120,7 @@ class Bench:
             self.write()
 
     def start(self, name, made, port, together):
-        """A server that starts, and how its loads find it."""
+        """Starts a server. Returns it and the target of its loads."""
         engine = self.args.known[name]
         adapters = made["adapters"] if "lora" in engine else {}
         pool = dict(self.args.pool) if adapters else {}
@@ -160,7 +160,7 @@ class Bench:
         return server, target | {"fields": pool}
 
     def up(self, server, target):
-        """A target once its server answers; None if it does not."""
+        """Waits until a server answers. Returns its target, or None if it does not answer."""
         if not is_up(f"{target['url']}/health", server, self.args.start_s):
             return None
         fields = target["fields"]

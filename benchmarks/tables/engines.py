@@ -85,8 +85,9 @@ def parallel_modes():
 
 
 def parallel_answers(topic, names):
-    """Cells of a way: distances from float32, differences of a request mixed and alone, and rows
-    with other bits, each of both engines; None if the file has no answers of it."""
+    """Three cells of a row, each for both engines: distances from float32, differences between
+    mixed batches and batches of one, and how many rows of MoE layers have other bits; None if the
+    file has no answers of this way."""
     rows, mixed, bits = rows_of(topic), [], []
     for name in names:
         compared = [r for r in rows if r.get("compared") == f"{name}: mixed, each alone"]

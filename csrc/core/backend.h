@@ -181,9 +181,9 @@ static inline void *moelora_take_array(moelora_arena *arena, size_t count, size_
   return moelora_take(arena, moelora_times(count, bytes));
 }
 
-/* plan_gemm.c: returns factors whose float32 data is to be rounded to the dtype of the call: these
- * are contiguous, in the arena; NULL: only the layout. The layout of other factors does not change.
- * depth: K of A. */
+/* plan_gemm.c: returns the factors that kernels read. Float32 factors of a 16-bit call get
+ * contiguous copies in the arena, which the backend fills; without an arena (NULL) only their
+ * strides are set. Other factors are returned as they are. depth: K of A. */
 moelora_factors moelora_rounded(const moelora_factors *factors, int64_t depth,
                                 const moelora_routes *routes, moelora_dtype dtype,
                                 moelora_arena *arena);

@@ -18,7 +18,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-/* Waits, then lets the next kernel start, which so may read the results of all earlier kernels. */
+/* Waits for the previous kernel, then lets the next one start. PDL is not transitive: without the
+ * wait, the next kernel could run before kernels earlier than this one have ended. */
 __device__ __forceinline__ void follow_previous_kernel() {
   wait_for_previous_kernel();
   start_next_kernel();

@@ -61,7 +61,7 @@ class Slots:
         self.sent[slot].fill_(number)
 
     def name(self, slot: int, number: int) -> None:
-        """A dummy is in a slot in name only: the factors there remain those of an adapter."""
+        """Tokens of a slot are sent with the id of a dummy; its factors remain an adapter's."""
         self.sent[slot].fill_(number)
 
     def best(self, number: int, free: Sequence[int]) -> int | None:
@@ -109,8 +109,8 @@ def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -
 def _keeping_dummy(
     add_dummy_lora: Callable[..., bool], self: Any, lora_request: Any, rank: int
 ) -> bool:
-    """`add_dummy_lora`, which clones the first dummy of a batch for the others: here that of the
-    batch before, so that steps without requests make and pin none."""
+    """`add_dummy_lora`, which makes the first dummy of a batch and clones it for the other slots.
+    Here it clones the previous batch's, so that steps without requests make and pin no memory."""
     first = getattr(self, _DUMMY, None)
     if is_on and first is not None and first.rank == rank and self._cached_dummy_lora is None:
         self._cached_dummy_lora = first

@@ -190,7 +190,7 @@ template <moelora_kernel_format KERNEL, class T, bool ZEROS = true> struct TileF
     return DEFERRED > 0 ? multiply2<T>(value, power_of_two<T, DEFERRED>()) : value;
   }
 
-  /* Scales what CodePairs has for the codes of a k16 slab. */
+  /* Multiplies the values of a k16 slab, looked up in CodePairs, by their scales. */
   __device__ __forceinline__ void scale(uint32_t (&a)[4], const uint32_t (&codes)[4]) const {
     a[0] = scales.template scaled<0>(codes[0]);
     a[1] = scales.template scaled<1>(codes[1]);

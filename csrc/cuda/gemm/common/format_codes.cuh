@@ -130,12 +130,13 @@ template <class T> struct CodeScales {
     return scaled<I>(code);
   }
 
-  /* Returns the same, given the table's entries for the codes. */
+  /* Returns two table entries times the scale of values I. */
   template <int I> __device__ __forceinline__ uint32_t scaled(uint32_t code) const {
     return fma2<T>(code, both_halves<I % 2>(high), multiply2<T>(code, both_halves<I % 2>(low)));
   }
 
-  /* Replaces the scales at a shared memory address by `high` and `low`, for load_parts(). */
+  /* Splits the scales at a shared memory address into `high` and `low` in place; load_parts() loads
+   * these. */
   static __device__ __forceinline__ void split(uint32_t at, moelora_format format) {
     CodeScales scales;
     scales.load(at, format);
@@ -170,17 +171,18 @@ private:
   }
 };
 
-/* A format's table in shared memory: the entries for both codes of each byte, times 2^DEFERRED if
- * WHOLE. Each lane of a warp has a copy, in a bank of its own. */
+/* Table in shared memory that maps a byte, two 4-bit codes, to their two values, which are scaled
+ * by 2^DEFERRED if WHOLE. Each lane of a warp reads its own copy, so look-ups have no bank
+ * conflicts. */
 template <class T, bool WHOLE> struct CodePairs {
   static constexpr int PAIRS = 256, COPIES = 32;
 
-  uint32_t copy; // this lane's
+  uint32_t copy; // shared memory address of this lane's copy
 
   __device__ __forceinline__ explicit CodePairs(uint32_t pairs)
       : copy(pairs + (threadIdx.x & 31) * 4) {}
 
-  /* Writes the table, with THREADS threads. */
+  /* Writes the table; THREADS threads call this. */
   template <int THREADS>
   static __device__ __forceinline__ void write(uint32_t pairs, int thread, moelora_format format) {
     CodeScales<T> one;
@@ -194,7 +196,7 @@ template <class T, bool WHOLE> struct CodePairs {
       store_shared_4(pairs + i * 4, one.template value<0>(i / COPIES));
   }
 
-  /* Returns the entries for codes I of both halves of a word, which are its byte I. */
+  /* Returns the two values of byte I of a word. */
   __device__ __forceinline__ uint32_t look_up(uint32_t word, int i) const {
     return load_shared_4(__dp4a(word, COPIES * 4u << 8 * i, copy));
   }
@@ -209,7 +211,8 @@ template <class T, bool ZEROS> struct GroupScales<MOELORA_KERNEL_NF4, T, ZEROS> 
   }
 };
 
-/* pairs: CodePairs; scales are then split. */
+/* With `pairs`, load() expects scales that CodeScales::split() has split, and value() looks up
+ * codes in shared memory. */
 template <class T, bool ZEROS> struct SlabScales<MOELORA_KERNEL_NF4, T, ZEROS> : CodeScales<T> {
   __device__ __forceinline__ void load(uint32_t at, uint32_t, int, moelora_format format) {
     CodeScales<T>::load(at, format);

@@ -193,7 +193,7 @@ template <class S> struct SharedStorage {
   static_assert(sizeof(typename S::Stage) % 1024 == 0, "alignment of the 128-byte swizzle");
 };
 
-/* The same with the table of CodePairs, if the shape has PAIRS. */
+/* Shared memory of shapes with PAIRS, with the table of CodePairs. */
 template <class S> struct PairsStorage {
   SharedStorage<S> gemm;
   uint32_t pairs[256][32];
