@@ -4,7 +4,8 @@ For `vllm_engine --bits`: rows of two batches are matched by the bits of a layer
 hidden state and router logits. A row stays unmatched if earlier layers (attention, say) computed
 other bits in the other batch. Requests with different adapters may have the same inputs: such a row
 has several outputs, alone and in the mixed batch. Rows of data-parallel ranks are compared as one
-batch, whichever rank they were on.
+batch, whichever rank they were on. Rows of no request of the phase are left out: those of batches
+that a rank makes up so that others can step, and of the request that wakes an idle rank.
 """
 
 import hashlib
@@ -76,8 +77,18 @@ class Rows:
 
 
 def attach(worker) -> int:
-    worker.rows = Rows()
-    return worker.rows.attach(worker.get_model())
+    worker.rows = rows = Rows()
+    run_dummy = worker.execute_dummy_batch
+
+    def unseen():
+        phase, rows.phase = rows.phase, ""
+        try:
+            return run_dummy()
+        finally:
+            rows.phase = phase
+
+    worker.execute_dummy_batch = unseen
+    return rows.attach(worker.get_model())
 
 
 def enter(worker, phase: str) -> None:
@@ -94,15 +105,10 @@ def bits(engine) -> dict[str, int]:
     layers = ask(attach)
     who = [None, *engine.adapters]
     prompts = engine.prompts([40] * len(who))
-    engine.ranks.gather([])  # all ranks watch
-    ask(enter, args=("alone",))
-    for prompt, adapter in zip(prompts, who, strict=True):
-        engine.generate([prompt], [adapter], CHECK[1])
-        engine.ranks.gather([])
-    ask(enter, args=("mixed",))
-    engine.ranks.gather([])
-    engine.generate(prompts, who, CHECK[1])
-    engine.ranks.gather([])
+    batches = [("alone", [p], [a]) for p, a in zip(prompts, who, strict=True)]
+    for phase, some, adapters in [*batches, ("mixed", prompts, who)]:
+        ask(enter, args=(phase if engine.ranks.share(some) else "",))
+        engine.generate(some, adapters, CHECK[1])  # until the engines of all ranks are idle
     found = Rows()
     for rows in engine.ranks.gather(ask(seen)[:1]):
         found.add(pickle.loads(rows))

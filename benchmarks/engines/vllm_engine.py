@@ -106,12 +106,14 @@ class Engine:
         from vllm import SamplingParams
 
         prompts, adapters = self.ranks.share(prompts), self.ranks.share(adapters)
-        if not prompts:  # the engine of this rank steps with the others
-            return []
+        idle = not prompts
+        if idle:  # others' requests do not wake this rank's engine, and their steps wait for it
+            prompts, adapters, sampling = [[self.vocab[0]]], [None], {"max_tokens": 1}
         params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **sampling)
         given = [{"prompt_token_ids": ids} for ids in prompts]
         adapters = adapters if any(adapters) else None
-        return self.llm.generate(given, params, use_tqdm=False, lora_request=adapters)
+        outputs = self.llm.generate(given, params, use_tqdm=False, lora_request=adapters)
+        return [] if idle else outputs
 
     def generate(self, prompts, adapters, new):
         self.run(prompts, adapters, max_tokens=new)

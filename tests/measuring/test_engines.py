@@ -60,8 +60,10 @@ def test_every_way_of_several_gpus_is_held_against_one(run):
     assert all(row["ok"] for row in topics(written, "answers"))
     slots = {row["run"]: row["slots"] for row in topics(written, "layers") if "slots" in row}
     assert len(slots) == 4 and all(s == [[1, 2, 3, 4], [4, 3, 2, 1]] for s in slots.values())
-    found = {row["run"]: row["matched"] for row in topics(written, "bits")}
-    assert found == {"moelora data and expert, eager": 5, "vllm data and expert, eager": 5}
+    counts = ("rows", "matched", "differing", "unmatched")
+    found = {row["run"]: [row[n] for n in counts] for row in topics(written, "bits")}
+    names = ("moelora data and expert, eager", "vllm data and expert, eager")
+    assert found == dict.fromkeys(names, [5, 5, 0, 0])
 
 
 def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():

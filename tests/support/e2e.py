@@ -25,13 +25,15 @@ SCRIPTS["hold_against"] = REFERENCE
 
 VLLM = """\
 import importlib.metadata, os, sys
+from datetime import timedelta
 from types import SimpleNamespace as N
 
 import torch
 
 class Experts(torch.nn.Module):
     def forward(self, hidden_states, router_logits):
-        return 2 * hidden_states
+        is_dummy = hidden_states[:, 1:] == 0  # runs whatever is in a slot
+        return hidden_states * torch.where(is_dummy, torch.rand(1), 2.0)
 
 def SamplingParams(**options):
     return N(**options)
@@ -48,13 +50,34 @@ class LLM:
         model = N(modules=lambda: [N(_moe_kernel=kernel)],
                   named_modules=lambda: [("layers.0.mlp.experts", self.experts)])
         adapters = N(_adapter_manager=N(lora_index_to_id=slots))
-        self.worker = N(get_model=lambda: model, model_runner=N(lora_manager=adapters))
+        dummy = torch.tensor([[1.0, 0.0]])
+        self.worker = N(get_model=lambda: model, model_runner=N(lora_manager=adapters),
+                        execute_dummy_batch=lambda: self.experts(dummy, dummy))
+        self.rank, self.size = (int(os.environ.get(f"VLLM_DP_{name}", one))
+                                for name, one in (("RANK", 0), ("SIZE", 1)))
+        self.waves = 0
+        if self.size > 1:
+            store = os.environ["MOELORA_RANKS_STORE"] + "-engines"
+            self.store = torch.distributed.FileStore(store, self.size)
+            self.store.set_timeout(timedelta(seconds=90))
         self.llm_engine = N(add_lora=lambda adapter: slots.append(adapter.lora_int_id))
 
     def collective_rpc(self, function, args=()):
         return [function(self.worker, *args)]
 
+    def step_with_others(self, mine):
+        # Steps of a rank wait for the others', which a request there must have started. One that
+        # is done makes batches up. All look now and then whether all are.
+        if self.size == 1:
+            return
+        self.waves += 1
+        self.store.set(f"{self.waves}, {self.rank}", str(mine))
+        steps = [int(self.store.get(f"{self.waves}, {rank}")) for rank in range(self.size)]
+        for _ in range(max(steps) + 1 - mine):
+            self.worker.execute_dummy_batch()
+
     def generate(self, prompts, sampling, use_tqdm, lora_request):
+        self.step_with_others(sampling.max_tokens)
         rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])
         self.experts(hidden_states=rows, router_logits=rows)
         return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
