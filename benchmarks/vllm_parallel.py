@@ -7,14 +7,15 @@ adapters sharded or not) or have whole ones each (expert parallel), also where e
 of its own (data parallel), and its slots filled in another order. Answers of every engine are
 compared with those of moelora on one GPU, and with transformers in float32 with merged adapters;
 rows of MoE layers of data-parallel ranks in a mixed batch with those of each request alone, bit for
-bit. With `--at-once` so many engines share the GPUs. They capture graphs of decode, and do not
-compile the model.
+bit. With `--at-once` so many engines share the GPUs, with the references of those that have ended.
+They capture graphs of decode, and do not compile the model.
 """
 
 import argparse
 import sys
 
 from benchmarks.engines.answers import SAME, WORSE, compare_batches, compare_engines, judge
+from benchmarks.engines.jobs import REFERENCE, as_ended
 from benchmarks.vllm_e2e import Bench, arguments, parse
 
 SINGLE = "moelora single"
@@ -54,12 +55,15 @@ class Parallel(Bench):
                 name: self.started(name, model, *words, *more, **environment)
                 for name, words, environment in runs[first : first + many]
             }
-            for name, job in jobs.items():
+            for name, job in as_ended(jobs):
+                if name.startswith(REFERENCE):
+                    self.held(name.removeprefix(REFERENCE), job)
+                    continue
                 self.ended(name, job)
                 if name.endswith(BITS):
                     self.bits(name)
-        names = [name for name, *_ in runs if not name.endswith(BITS)]
-        self.hold(names, model, reported=[name for name in names if mixes(name)])
+                else:
+                    jobs[REFERENCE + name] = self.reference(name, model, reported=mixes(name))
 
 
 def mixes(name):

@@ -20,6 +20,7 @@ from benchmarks.engines.answers import SAME, SAME_FP8, write_replies
 from moelora.bench import results
 
 RANKS = "16,16,64,64"
+REFERENCE = "reference of "  # and a run: the name of a job
 
 
 class Job:
@@ -43,6 +44,10 @@ class Job:
         """Seconds to its deadline."""
         return self.seconds - (time.monotonic() - self.start)
 
+    def is_over(self):
+        """Whether `wait` would not wait."""
+        return self.process.poll() is not None or self.left() <= 0
+
     def wait(self):
         """Wait for the process until the deadline, then `stop` it; returns the record of `stop`."""
         try:
@@ -62,6 +67,17 @@ class Job:
         seconds = round(time.monotonic() - self.start, 1)
         print(f"{self.name}: {end}, {seconds} s", flush=True)
         return {"stage": self.name, "seconds": seconds, "end": end}
+
+
+def as_ended(jobs):
+    """Takes (name, job) out of a dict as soon as each has ended, or its deadline is over; takes
+    those without a job at once, and those that are put in while others run."""
+    while jobs:
+        ended = (n for n, job in jobs.items() if job is None or job.is_over())
+        if (name := next(ended, None)) is None:
+            time.sleep(0.1)
+        else:
+            yield name, jobs.pop(name)
 
 
 class Bench:
@@ -123,26 +139,34 @@ class Bench:
 
     # -- answers --
 
-    def hold(self, names, model, reported=()):
+    def hold(self, names, model):
         """Holds the answers of runs of a model, all at once, against transformers in float32 with
-        merged adapters. `reported`: runs that may be any distance away."""
+        merged adapters."""
+        for name, job in {name: self.reference(name, model) for name in names}.items():
+            self.held(name, job)
+
+    def reference(self, name, model, reported=False):
+        """The job that holds a run's answers; None without answers. `reported`: they may be any
+        distance away."""
+        if (check := self.runs.get(name, {}).get("check")) is None:
+            return None
         dense = self.work / (f"{model}-dense" if self.args.format else model)
         tolerance = SAME_FP8 if (self.args.format or "").startswith("fp8") else SAME
-        jobs = {}
-        for name in names:
-            if (check := self.runs.get(name, {}).get("check")) is not None:
-                replies = self.file(f"lps {name}")
-                write_replies(replies, check)
-                most = "inf" if name in reported else tolerance
-                words = ["--tol", most, "--model", dense, "--lps", replies]
-                jobs[name] = self.job(f"reference of {name}", [*self.hold_against, *words], 150)
-        for name, job in jobs.items():
-            ok = self.done(job)
-            if job is not None:
-                lines = job.log.read_text().splitlines()
-                rows = [json.loads(line) for line in lines if line.startswith('{"who"')]
-                self.said[name] = {row["who"]: row["median"] for row in rows}
-                self.checks.append({"topic": "reference", "run": name, "said": rows, "ok": ok})
+        replies = self.file(f"lps {name}")
+        write_replies(replies, check)
+        most = "inf" if reported else tolerance
+        words = ["--tol", most, "--model", dense, "--lps", replies]
+        return self.job(REFERENCE + name, [*self.hold_against, *words], 150)
+
+    def held(self, name, job):
+        """Waits for the reference of a run, and takes what it says."""
+        if job is None:
+            return
+        ok = self.done(job)
+        lines = job.log.read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.startswith('{"who"')]
+        self.said[name] = {row["who"]: row["median"] for row in rows}
+        self.checks.append({"topic": "reference", "run": name, "said": rows, "ok": ok})
         self.write()
 
     def replies(self):

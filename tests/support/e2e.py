@@ -24,7 +24,7 @@ SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "make_gpt_oss": MODEL}
 SCRIPTS["hold_against"] = REFERENCE
 
 VLLM = """\
-import importlib.metadata, os, sys
+import importlib.metadata, os, sys, time
 from datetime import timedelta
 from types import SimpleNamespace as N
 
@@ -40,6 +40,11 @@ def SamplingParams(**options):
 
 class LLM:
     def __init__(self, **options):
+        patience = time.monotonic() + 60
+        while options.get("enforce_eager") and not os.path.exists(os.environ.get("AWAITED", "/")):
+            if time.monotonic() > patience:
+                sys.exit("awaited in vain")
+            time.sleep(0.1)
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
