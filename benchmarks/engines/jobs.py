@@ -219,12 +219,14 @@ def version(package):
 
 def is_up(url, server, seconds):
     """Whether a server's job answers before it has ended or so many seconds from its start are
-    over."""
-    while server.process.poll() is None and seconds > time.monotonic() - server.start:
+    over; it is asked at least once."""
+    while server.process.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return True
         except (urllib.error.URLError, OSError):
+            if seconds <= time.monotonic() - server.start:
+                return False
             time.sleep(0.2)
     return False
 

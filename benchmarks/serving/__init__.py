@@ -11,8 +11,9 @@
 A server is a row of `engines.json`: a command with its own defaults, and the arguments that turn
 adapters on. A load is a row of `workloads.json`, or all of one of its groups. `--more FILE` adds
 rows to both. One server runs on the GPU at a time, with empty caches of compilers; it is stopped
-before the next one starts. With `--at-once` all are started before the first load, share the GPU's
-memory, which `--server-args` must divide, and take turns in each load, one at a time.
+before the next one starts. With `--at-once` all are started before the first load, with the caches
+that the machine has, share the GPU's memory, which `--server-args` must divide, and take turns in
+each load, one at a time. A server that did not answer within `--start-s` is named by a stage.
 `--url` measures a server that somebody else started.
 
 A model has the configuration of its name at full depth and no weights (`load_format=dummy`), but

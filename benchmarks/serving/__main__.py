@@ -1,6 +1,7 @@
 """See the package's docstring: `python -m benchmarks.serving --help`."""
 
 import argparse
+import itertools
 import json
 import pathlib
 import shutil
@@ -109,14 +110,15 @@ class Bench:
             self.start(name, made, port, len(names))
             for name, port in zip(names, ports, strict=True)
         ]
+        up, late = [], f"did not answer within {self.args.start_s:g} s"
         try:
-            up = [fields for server in servers if (fields := self.up(*server))]
+            up += filter(None, itertools.starmap(self.up, servers))
             if up:
                 self.load(up)
         finally:
-            for server, _ in servers:
-                end = "stopped" if server.process.poll() is None else "ended"
-                self.stages.append(server.stop(end))
+            for server, target in servers:
+                end = "stopped" if target["name"] in {fields["name"] for fields in up} else late
+                self.stages.append(server.stop(end if server.process.poll() is None else "ended"))
             self.write()
 
     def start(self, name, made, port, together):
@@ -150,7 +152,7 @@ class Bench:
             filled([*command, *self.args.server_args]),
             self.args.work,
             self.args.start_s + self.args.load_s * together,
-            self.environment | self.caches(name) | environment,
+            self.environment | self.caches(name, together) | environment,
             where=self.args.work,
         )
         url = f"http://127.0.0.1:{port}"
@@ -195,8 +197,10 @@ class Bench:
             engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
             self.rows.append({"topic": "serving"} | engine | target["fields"] | json.loads(line))
 
-    def caches(self, name):
-        """Empty folders, so that a server compiles as on a fresh machine."""
+    def caches(self, name, together):
+        """Empty folders, so that a server whose start is timed compiles as on a fresh machine."""
+        if together > 1:
+            return {}
         folder = self.args.work / "caches" / name.replace(" ", "-")
         variables = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         variables += ("SGLANG_JIT_CACHE_DIR",)

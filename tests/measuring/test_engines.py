@@ -3,6 +3,8 @@
 import re
 import shutil
 import sys
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import pytest
 
@@ -122,3 +124,13 @@ def test_a_stage_is_stopped_at_its_deadline(tmp_path):
     assert re.fullmatch(r"stopped after \d+ s", job.wait()["end"])
     assert job.process.returncode == -9
     assert jobs.Job("python", [sys.executable, "-c", ""], tmp_path, 240).wait()["end"] == "ok"
+
+
+def test_a_server_is_asked_even_if_others_took_all_the_time(tmp_path):
+    job = jobs.Job("sleeper", [shutil.which("sleep"), 60], tmp_path, 60)
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.handle_request).start()
+        assert jobs.is_up(url, job, 0)
+    assert not jobs.is_up(url, job, 0)
+    job.stop("stopped")

@@ -56,10 +56,10 @@ def run(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
-    def run(*options):
+    def run(*options, code=0):
         out = tmp_path / "benchmarks/results/h100-serving.json"
-        code = main(["--work", str(tmp_path / "work"), "--out", str(out), *options])
-        assert code == 0, out.with_suffix(".log").read_text()
+        words = ["--work", str(tmp_path / "work"), "--out", str(out), *options]
+        assert main(words) == code, out.with_suffix(".log").read_text()
         return json.loads(out.read_text())
 
     return run
@@ -103,6 +103,15 @@ def test_servers_that_are_up_together_take_turns(run):
         "stopped",
     ]
     assert written["meta"]["server_args"] == ["--x"]
+
+
+def test_a_server_that_did_not_answer_is_named(run, tmp_path):
+    more = {"engines": {"mute": {"command": ["sleep", "60"]}}}
+    (tmp_path / "more.json").write_text(json.dumps(more))
+    words = ("--model", "micro", "--layers", "1", "--more", str(tmp_path / "more.json"))
+    written = run(*words, "--engines", "mute", "--start-s", "0.5", code=1)
+    (end,) = (s["end"] for s in written["meta"]["stages"] if s["stage"] == "serve mute")
+    assert end == "did not answer within 0.5 s" and not written["cases"]
 
 
 def test_servers_of_sglang_started_together(run, tmp_path, monkeypatch):
