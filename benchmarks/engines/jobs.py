@@ -245,11 +245,13 @@ def write_logs(folder, out):
             log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
 
 
-def write_entry_points(folder):
-    """Write the entry points of an installed moelora, for engines that have `folder` on their
-    path."""
+def write_entry_points(folder, more=None):
+    """Write the entry points of an installed moelora, and `more` in groups that it has, for engines
+    that have `folder` on their path."""
     with open(ROOT / "pyproject.toml", "rb") as file:
         groups = tomllib.load(file)["project"]["entry-points"]
+    for group, entries in (more or {}).items():
+        groups[group] |= entries
     info = folder / "moelora-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moelora\nVersion: 0\n")

@@ -18,6 +18,6 @@ each load, one at a time. A server that did not answer within `--start-s` is nam
 
 A model has the configuration of its name at full depth and no weights (`load_format=dummy`), but
 experts in four bits are random, since not every byte is a valid scale. Adapters have random factors
-for every expert; those of a rank share a file. Sampled tokens are random, so that requests of one
-batch go to different experts.
+for every expert; those of a rank share a file. SGLang reads them by a plugin, `sglang_adapters`.
+Sampled tokens are random, so that requests of one batch go to different experts.
 """

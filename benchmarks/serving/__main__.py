@@ -11,7 +11,7 @@ import time
 from benchmarks import ROOT, serving
 from benchmarks.engines.jobs import Job, is_up, python_path, version, write_entry_points, write_logs
 from benchmarks.options import numbers, words
-from benchmarks.serving import client, models
+from benchmarks.serving import client, models, sglang_adapters
 from moelora.bench import results
 
 HERE = pathlib.Path(__file__).parent
@@ -90,7 +90,8 @@ class Bench:
     def __init__(self, args):
         self.args, self.rows, self.stages = args, [], []
         shutil.rmtree(args.work, ignore_errors=True)
-        write_entry_points(args.work / "plugin")  # servers find that of this checkout
+        # Servers find the plugin of this checkout.
+        write_entry_points(args.work / "plugin", sglang_adapters.ENTRY_POINT)
         self.environment = python_path(args.work / "plugin")
 
     def made(self):

@@ -20,6 +20,7 @@ from sglang_stand_in import OWN, make_base_layer, runner_of
 from test_sglang import LEGACY, SIGNATURES
 from vllm_sources import Sources
 
+from benchmarks.serving.sglang_adapters import HOOKED
 from moelora.adapters import engine_rules
 from moelora.integrations import sglang as plugin
 from moelora.integrations.sglang import interface
@@ -182,6 +183,13 @@ def test_kernels_of_triton_v2_by_format(release):
     assert "use_marlin_fallback = (8, 0) <= capability < (10, 0)" in text  # Hopper, too
     text = (release / "sglang/srt/lora/moe/runner.py").read_text()
     assert "if major not in (9, 10):" in text
+
+
+def test_the_benchmark_hooks_what_loads_adapters(release):
+    module, owner, name = HOOKED.rsplit(".", 2)
+    sources = Sources(release)
+    assert list(sources.parameters(module, f"{owner}.{name}")) == ["self"]
+    assert "DefaultModelLoader(self.load_config)" in sources.text(module)
 
 
 def test_buffers_are_laid_out_as_they_are_read(release):

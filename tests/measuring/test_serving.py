@@ -19,9 +19,42 @@ class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200), self.end_headers()
 ours = "1" in (os.environ.get("MOELORA_VLLM"), os.environ.get("MOELORA_SGLANG"))
-print("moelora: version" if ours else "", sys.argv, flush=True)
+print("moelora: version" if ours else "", os.environ.get("TRITON_CACHE_DIR"), sys.argv, flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 """
+# SGLang: adapters are loaded by the base model's load format, once plugins have set their hooks.
+SGLANG = {
+    "launch_server.py": """
+import importlib.metadata, sys
+from sglang.srt.lora.lora import LoRAAdapter
+for entry in importlib.metadata.entry_points(group="sglang.srt.plugins"):
+    entry.name == "moelora" or entry.load()()
+if "--lora-paths" in sys.argv:
+    LoRAAdapter(sys.argv[sys.argv.index("--load-format") + 1]).initialize_weights()
+"""
+    + SERVER,
+    "srt/lora/lora.py": """
+import dataclasses
+@dataclasses.dataclass
+class LoadConfig:
+    load_format: str
+class LoRAAdapter:
+    def __init__(self, load_format):
+        self.load_config = LoadConfig(load_format)
+    def initialize_weights(self):
+        assert self.load_config.load_format == "auto", "DUMMY should use DummyModelLoader"
+""",
+    "srt/plugins/hook_registry.py": """
+import enum, importlib
+HookType = enum.Enum("HookType", "AROUND")
+class HookRegistry:
+    def register(target, hook, kind):
+        module, owner, name = target.rsplit(".", 2)
+        owner = getattr(importlib.import_module(module), owner)
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args: hook(original, *args))
+""",
+}
 BENCH = """
 def add_cli_args(parser):
     for name in ("base-url", "model", "tokenizer", "dataset-name", "random-input-len", "seed",
@@ -49,7 +82,7 @@ def run(tmp_path, monkeypatch):
         "vllm/entrypoints/cli/main.py": SERVER,
         "vllm/benchmarks/serve.py": BENCH,
         "sglang/__init__.py": "",
-        "sglang/launch_server.py": SERVER,
+        **{f"sglang/{name}": text for name, text in SGLANG.items()},
     }.items():
         path = tmp_path / "site" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +148,9 @@ def test_a_server_that_did_not_answer_is_named(run, tmp_path):
 
 
 def test_servers_of_sglang_started_together(run, tmp_path, monkeypatch):
-    """Requests call an adapter `model:adapter`: under another name SGLang runs the base model."""
+    """Requests call an adapter `model:adapter`: under another name SGLang runs the base model. The
+    model has no weights, which SGLang alone would expect of adapters, too."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/warm")
     words = ("--model", "micro", "--layers", "1", "--ranks", "4", "--workloads", "decode_64")
     written = run(*words, "--at-once", "--engines", "sglang + moelora,sglang without LoRA")
     rows = [(row["engine"], row["adapters"], "start_s" in row) for row in written["cases"]]
@@ -127,6 +162,7 @@ def test_servers_of_sglang_started_together(run, tmp_path, monkeypatch):
     assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in said
     assert "http://127.0.0.1:8101 None" in said
     assert "'--max-loras-per-batch', '5'" in said, "one slot is the base model's"
+    assert "version /warm ['" in said, "how long servers take to start is not measured"
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
     assert "| bf16, micro, 1 of its layers | decode of 64 |" in tables.section("serving_rates")
 
