@@ -12,6 +12,7 @@ def release(engine, topic):
 
 # Files of answers: engine, what it ran, topic, the run with moelora and the one without.
 BOTH = (("vLLM", "FP8", "e2e-sampler-fp8", "moelora", "vllm"),)
+ALONE = (("SGLang", "bf16, its defaults", "e2e-answers-sglang-alone", "moelora, v2", None),)
 WITH_REFERENCE = (
     ("vLLM", "bf16, attention too", "e2e-answers", "moelora", "vllm"),
     ("SGLang", "bf16", "e2e-answers-sglang", "moelora, v2", "sglang, v2"),
@@ -31,25 +32,31 @@ def output_differences():
     """Of the base model and four adapters: prompts' log-probabilities, and greedy replies, with
     moelora and without."""
     said = []
-    for engine, form, topic, ours, theirs in (*WITH_REFERENCE, *BOTH):
+    for engine, form, topic, ours, theirs in (*WITH_REFERENCE, *BOTH, *ALONE):
+        if path_of(topic) is None:
+            continue
         answers = [row for row in rows_of(topic) if row["topic"] == "answers"]
         both = [row for row in answers if row["compared"] == f"{ours}, {theirs}"]
         alone = [row for row in answers if row["compared"] == f"{ours}: mixed, each alone"]
-        requests, same, ties = (
-            sum(row[name] for row in both) for name in ("requests", "same_tokens", "near_ties")
-        )
-        most = f"{max(row['prompt_max'] for row in both):.1f}"
-        middle = span([row["prompt_median"] for row in both], 3)
-        counts = [f"{n} of {requests}" for n in (same, ties, requests - same - ties)]
+        cells = differing_replies(both) if theirs else ["-"] * 6
         kept = all(
             row["prompt_max"] == 0 and row["same_tokens"] == row["requests"] for row in alone
         )
-        name = release(engine, topic)
-        tie = f"{both[0]['near_tie']:.1f}"
-        said.append([f"{name}, {form}", middle, most, *counts, tie, "yes" if kept else "no"])
+        said.append([f"{release(engine, topic)}, {form}", *cells, "yes" if kept else "no"])
     titles = ["engine, experts", "median", "largest", "equal replies", "part at a near-tie"]
     titles += ["at a wider gap", "a near-tie: up to", "a request alone and in a mixed batch: equal"]
     return markdown(titles, said)
+
+
+def differing_replies(both):
+    """Cells of an engine with moelora and without."""
+    requests, same, ties = (
+        sum(row[name] for row in both) for name in ("requests", "same_tokens", "near_ties")
+    )
+    middle = span([row["prompt_median"] for row in both], 3)
+    most = f"{max(row['prompt_max'] for row in both):.1f}"
+    counts = [f"{n} of {requests}" for n in (same, ties, requests - same - ties)]
+    return [middle, most, *counts, f"{both[0]['near_tie']:.1f}"]
 
 
 def reference_distances():

@@ -91,3 +91,17 @@ def test_ways_of_several_gpus_are_filled_from_their_files(tmp_path, monkeypatch)
     cells = ["2", "0.040 to 0.050 / 1.600 to 2.000", "nothing / 1.900 to 1.900", "0 of 9 / 7 of 9"]
     assert data.split(" | ")[1:] == [*cells, "- / - / -", "2,000 / - / 2,000 |"]
     assert sharded.count("untried") == 5
+
+
+def test_a_server_compared_with_itself_alone_has_a_row_of_answers(tmp_path, monkeypatch):
+    row = {"topic": "answers", "compared": "moelora, v2: mixed, each alone", "prompt_max": 0.0}
+    row |= {"requests": 6, "same_tokens": 6}
+    path = tmp_path / "benchmarks/results/h200-e2e-answers-sglang-alone.json"
+    path.parent.mkdir(parents=True)
+    monkeypatch.setattr(tables.files, "ROOT", tmp_path)
+    for differs, said in ((0.0, "yes"), (0.1, "no")):
+        meta = {"sglang": "0.5.23", "device": "NVIDIA H200", "date": "2026-11-29"}
+        cases = [row, row | {"prompt_max": differs}]
+        path.write_text(json.dumps({"meta": meta, "cases": cases}))
+        *_, last = tables.MADE["output_differences"][1]().splitlines()
+        assert last == f"| SGLang 0.5.23, bf16, its defaults |{' - |' * 6} {said} |"
