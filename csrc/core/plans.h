@@ -76,9 +76,10 @@ typedef struct moelora_variant {
  * registers. */
 #define MOELORA_ELEMENT_ROWS 32
 
-/* Whether several CTAs of a Hopper GEMM share an SM (kernels assert this): with 128 weight rows,
- * one consumer warpgroup and two or three CTAs per SM; with 256, two consumer warpgroups, one
- * CTA, whose tile scheduler is dynamic (sm90/tile_scheduler.cuh); otherwise it is static. */
+/* Whether several CTAs of a Hopper GEMM share an SM (kernels assert this). With 128 weight rows, a
+ * CTA has one consumer warpgroup, and two or three CTAs share an SM; their schedule of tiles is
+ * static. With 256, a CTA has two consumer warpgroups and an SM of its own; its tile scheduler is
+ * dynamic (sm90/tile_scheduler.cuh). */
 static MOELORA_CONSTEXPR bool moelora_shares_sm(int32_t block_n) {
   return block_n == 128;
 }
