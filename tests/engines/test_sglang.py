@@ -30,6 +30,7 @@ from sglang_stand_in import (
     run_layer,
     runner_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora
 import moelora.integrations.sglang as moelora_sglang
@@ -161,6 +162,32 @@ def test_layer(name, zeros, backend, sglang, device_and_dtype):
     assert isinstance(combined, StandardCombineInput)
     naive = naive_fused_experts_lora(**there.kwargs())
     assert_close_to_ref(combined.hidden_states, fused_experts_lora_ref(**p.kwargs()), naive, dtype)
+
+
+class Operators(TorchDispatchMode):
+    """Records which operators run, without views and empty tensors, which launch nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.name() != "aten::empty.memory_format":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@BACKENDS
+def test_a_layer_runs_one_operator(backend, sglang):
+    """On SGLang's tensors as they are: a copy would be launched by each layer in each step."""
+    p = Spec(tokens=1, scalings=False).build()
+    dtypes = (p.topk_ids, p.topk_weights, p.token_lora_mapping, p.lora_ranks)
+    assert [t.dtype for t in dtypes] == [torch.int32, torch.float32, torch.int32, torch.int32]
+    layer = sglang.layer(make_base_layer(p), name=backend, lora_ranks=p.lora_ranks)
+    batch = make_batch(p)
+    with Operators() as ran:
+        run_layer(layer, p, batch, p.lora_ranks)
+    assert ran.names == ["moelora.fused_experts_lora.default"]
 
 
 def test_routed_scaling_factor(sglang):
