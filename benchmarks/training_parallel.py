@@ -235,6 +235,8 @@ def main(argv=None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
+    # libgomp reads it as torch loads it: threads of processes that share cores must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     rows, alone = [], {}
     sizes = {"model": Path(args.model).name, "layers": args.layers}
     sizes |= {"rank": RANK, "tokens": args.batch * args.length}

@@ -1,6 +1,7 @@
 """Every script of benchmarks/ runs once, small; those of engines are in test_engines."""
 
 import importlib
+import os
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
@@ -192,6 +193,19 @@ ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 )
 def test_communication_that_no_kernel_covers(kernels, expected):
     assert parallel.shares(kernels) == dict(zip(parallel.TRACED, expected, strict=True))
+
+
+def test_threads_of_processes_that_share_cores_do_not_spin(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    policies = []
+
+    def run(case, args):
+        policies.append(os.environ.get("OMP_WAIT_POLICY"))
+        return {"error": "not run"}
+
+    monkeypatch.setattr(parallel, "run", run)
+    parallel.main(["--world", "2", "--modes", "ddp", "--formats", "bf16"])
+    assert policies == ["PASSIVE"]
 
 
 # ---- machine code ----
