@@ -127,7 +127,7 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
     _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
     is_layer = name == "fused_experts_lora"  # its saving form returns what the backward needs
     recorded = OPERATORS.fused_experts_lora_saving.default if is_layer else op
-    results = _Recorded.apply(recorded, is_layer, pairs, counts, *_flat(args))  # type: ignore[no-untyped-call]
+    results = _Recorded.apply(recorded, is_layer, pairs, args, counts, *_flat(args))  # type: ignore[no-untyped-call]
     if _written[op]:
         return None
     return results[0] if is_layer else results
@@ -197,9 +197,11 @@ def _refuse(
 ) -> None:
     """Raise for the first argument that would be recorded, if any."""
     for argument, value in zip(names_of(op), args, strict=False):
+        if argument not in reasons:
+            continue
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:
-            if argument in reasons and recorded(item):
+            if recorded(item):
                 name = argument if index is None else f"{argument}[{index}]"
                 why = reasons[argument].format(name=name)
                 raise RuntimeError(f"{name_of(op)}: {name} {what}, and {why}")
@@ -216,6 +218,10 @@ def _count_writes(op: Any, args: Sequence[Any]) -> None:
 
 def _flat(args: Sequence[Any]) -> list[Any]:
     return [v for a in args for v in (a if isinstance(a, list) else [a])]
+
+
+def _any(needs: bool | list[bool]) -> bool:
+    return any(needs) if isinstance(needs, list) else needs
 
 
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
@@ -247,9 +253,14 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Any, over: bool, pairs: Pairs | None, counts: list[int], *flat: Any
+        ctx: Any,
+        op: Any,
+        over: bool,
+        pairs: Pairs | None,
+        args: tuple[Any, ...],
+        counts: list[int],
+        *flat: Any,
     ) -> Any:
-        args = _nested(counts, flat)
         with BelowAutograd():
             out = op(*args)
         saves = [isinstance(v, Tensor) and not is_absent(v) for v in flat]
@@ -268,16 +279,18 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
         if grad_out is None:
-            return tuple([None] * (4 + len(ctx.saves)))
+            return tuple([None] * (5 + len(ctx.saves)))
         backward, names = BACKWARDS[name_of(ctx.op)], names_of(ctx.op)
         tensors, rest = iter(ctx.saved_tensors), iter(ctx.rest)  # unpacked only once
-        absent = grad_out.new_empty(0)
-        given: dict[str, Any] = {"w": absent, "bias": absent, "num_experts": 0}
+        given: dict[str, Any] = {}
+        if not backward.saved:  # a delta has no weights
+            absent = grad_out.new_empty(0)
+            given = {"w": absent, "bias": absent, "num_experts": 0}
         given |= zip(backward.saved, tensors, strict=False)
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         given |= zip(names, args, strict=True)
-        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[4:]), strict=True))
-        wanted = sum(b for n, b in backward.bits.items() if any(_flat([needs.get(n)])))
+        needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[5:]), strict=True))
+        wanted = sum(b for n, b in backward.bits.items() if needs.get(n) and _any(needs[n]))
         given |= {"grad_out": _in_rows(grad_out), "wanted": wanted, "float32": False}
         grads: dict[str, Any] = {}
         if wanted and ctx.pairs is not None:
@@ -285,13 +298,13 @@ class _Recorded(torch.autograd.Function):
         elif wanted:
             over = ctx.over and _may_overwrite(given[backward.saved[0]])
             op = backward.op("_over" if over else "")
-            grads = backward.by_argument(op(*in_order(op, given)), given)
+            grads = backward.by_argument(call(op, tuple(in_order(op, given))), given)
         grads = {name: grad for name, grad in grads.items() if backward.bits[name] & wanted}
         if needs.get("out") and given["add_inputs"]:
             grads["out"] = grad_out
         none = ([None] * count if count >= 0 else None for count in ctx.counts)
         of_inputs = [grads.get(name, nothing) for name, nothing in zip(names, none, strict=True)]
-        return None, None, None, None, *_flat(of_inputs)
+        return None, None, None, None, None, *_flat(of_inputs)
 
 
 def _may_overwrite(saved: Tensor) -> bool:

@@ -44,5 +44,5 @@ def check_held(name: str, t: Tensor) -> None:
 
 def _end(t: Tensor) -> int:
     """End of a tensor within its storage, in bytes; 0 without elements."""
-    elements = reach(t.shape, t.stride())
+    elements = t.numel() if t.is_contiguous() else reach(t.shape, t.stride())
     return (int(t.storage_offset()) + elements) * t.element_size() if elements else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,11 +38,13 @@ def is_wrapped() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None  # in every call
 
 
+@functools.cache
 def arguments_of(op: Any) -> list[Any]:
     """The arguments of an operator's schema."""
     return op._schema.arguments
 
 
+@functools.cache
 def name_of(op: Any) -> str:
     """`fused_experts_lora` of torch.ops.moelora.fused_experts_lora.default."""
     return op._schema.name.split("::")[1]
