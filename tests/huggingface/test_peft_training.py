@@ -16,6 +16,7 @@ from hf_models import (
     qwen3,
     tokens,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
@@ -68,6 +69,33 @@ def test_gradients_are_those_of_peft(config):
     moelora_peft.attach(ours)
     assert_alike(gradients(ours, ids), gradients(theirs, ids))
     assert all(type(p) is torch.nn.Parameter for p in ours.parameters())
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch's operators, which is host time that does not depend on the machine."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["float32-factors", "bfloat16-factors"])
+def test_a_layer_makes_few_calls(cast):
+    """One adapter needs no stack: A is a view of PEFT's parameter, B one copy."""
+    model = adapted(make_model(one_layer(qwen3)).bfloat16(), autocast_adapter_dtype=cast)
+    moelora_peft.attach(model)
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    hidden = torch.randn(3, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.full((3, 2), 0.5, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.tensor([[0, 1]] * 3)
+    with Calls() as forward:
+        out = experts(hidden, ids, weights)
+    with Calls() as backward:
+        out.backward(hidden)
+    assert forward.count <= 13
+    assert backward.count <= 16
 
 
 @pytest.mark.parametrize("cast", [True, False], ids=["float32-factors", "bfloat16-factors"])

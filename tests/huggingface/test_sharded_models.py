@@ -18,6 +18,7 @@ import parallel_cases  # noqa: E402
 
 import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
+from moelora.integrations.peft import parallel  # noqa: E402
 
 MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,30 @@ def test_processes_train_as_one(tmp_path, processes, config, modes):
         parallel_cases.step_on(model, optimizer, ids)
         for name, factor in model.named_parameters():
             parallel_cases.close(factor.detach(), expected[name].detach(), name, 1e-3)
+
+
+@pytest.mark.parametrize(("dim", "halves"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_a_factor_join(monkeypatch, dim, halves, size):
+    """The last processes have less of what cannot be split equally, or nothing."""
+    whole = torch.randn(2, 5, 10, 5)
+    places = [parallel._Place(None, rank, size, dim, halves) for rank in range(size)]
+    parts, sent = [place.part(whole) for place in places], []
+    blocks = [block.chunk(size, dim) for block in whole.chunk(halves, dim)]
+    for rank, part in enumerate(parts):
+        each = [block[rank] for block in blocks if rank < len(block)]
+        assert torch.equal(part, torch.cat(each, dim)) if each else part.numel() == 0
+
+    def send(every, part, group):
+        sent.append(part)
+
+    def receive(every, part, group):
+        every.copy_(torch.cat(sent))
+
+    for gather in (send, receive):
+        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+        joined = [p.joined(q, whole.size(dim)) for p, q in zip(places, parts, strict=True)]
+    assert all(torch.equal(tensor, whole) for tensor in joined)
 
 
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])

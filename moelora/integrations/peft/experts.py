@@ -292,8 +292,7 @@ class AttachedExperts:
         experts = wrappers[0].get_base_layer()
         lay_out(experts)
         dtype = expert_weights(experts)[1].dtype
-        arguments = training.arguments(wrappers, slots, mapping, dtype)
-        return self.parts[layer].take(arguments) if layer in self.parts else arguments
+        return training.arguments(wrappers, slots, mapping, dtype, self.parts.get(layer))
 
     def run(
         self, layer: str, experts: Experts, adapters: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -342,7 +341,7 @@ def _checkpoint(
     common = next(iter(scalings.values())) if len(set(scalings.values())) == 1 else None
     state = {}
     for key, wrapper in wrappers.items():
-        a, b = (factor.detach() for factor in factors_of(wrapper, name))
+        a, b = (factor.detach()[0] for factor in factors_of(wrapper, name))
         if common is None:
             b = b.float() * scalings[key]
         more = rank - a.shape[1]

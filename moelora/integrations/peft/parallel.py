@@ -67,45 +67,70 @@ class Part(NamedTuple):
             sizes.tp_size / sizes.ep_size if by_experts else 1.0,
         )
 
-    def take(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The adapter arguments of this process, from those of all experts."""
-        split = _SPLIT[self.shard.axis]
-        return {
-            name: self._factor(value, split.get(name), self.halves if name == "w13_lora_b" else 1)
-            if "_lora_a" in name or "_lora_b" in name
-            else value
-            for name, value in arguments.items()
-        }
-
-    def _factor(self, factor: Tensor, dim: int | None, halves: int) -> Tensor:
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-        from torch.distributed.tensor import Shard as Split
-
-        if self.share != 1:
-            factor = _Scaled.apply(factor, self.share)  # type: ignore[no-untyped-call]
-
-        def whole(t: Tensor) -> Any:
-            return DTensor.from_local(t, self.mesh, [Replicate()], run_check=False)
-
-        if dim is None:
-            partial: Tensor = whole(factor).to_local(grad_placements=[Partial()])
-            return partial
-        blocks = factor.chunk(halves if dim == 2 else 1, dim)
-        parts = [whole(b).redistribute(placements=[Split(dim)]).to_local() for b in blocks]
-        return torch.cat(parts, dim).contiguous()
+    def take(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter factors of this process, from those of all experts; views where that is
+        possible."""
+        group, split = self.mesh.get_group(), _SPLIT[self.shard.axis]
+        taken = {}
+        for name, factor in factors.items():
+            dim = split.get(name)
+            halves = self.halves if name == "w13_lora_b" and dim == 2 else 1
+            place = _Place(group, self.shard.rank, self.shard.size, dim, halves)
+            taken[name] = _Taken.apply(factor, place, self.share)  # type: ignore[no-untyped-call]
+        return taken
 
 
-class _Scaled(torch.autograd.Function):
-    """Identity, whose gradient is scaled."""
+class _Place(NamedTuple):
+    """Which part of a factor a process takes: of each of `halves` in dimension `dim`, as torch's
+    chunk splits it; None: all of it."""
+
+    group: Any
+    rank: int
+    size: int
+    dim: int | None
+    halves: int
+
+    def part(self, whole: Tensor) -> Tensor:
+        if self.dim is None:
+            return whole.view_as(whole)
+        blocks = whole.chunk(self.halves, self.dim)
+        length = blocks[0].size(self.dim)
+        most = -(-length // self.size)
+        start = min(self.rank * most, length)
+        parts = [block.narrow(self.dim, start, min(most, length - start)) for block in blocks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def joined(self, part: Tensor, rows: int) -> Tensor:
+        """The tensor of `rows` in `dim` from the parts of all processes; the sum if each has all
+        of it. May overwrite `part`."""
+        if self.dim is None:
+            torch.distributed.all_reduce(part, group=self.group)
+            return part
+        dim, length = self.dim, rows // self.halves
+        part = part.unflatten(dim, (self.halves, part.size(dim) // self.halves))
+        missing = -(-length // self.size) - part.size(dim + 1)
+        if missing:  # the last processes may have less
+            part = nn.functional.pad(part, (0, 0) * (part.dim() - dim - 2) + (0, missing))
+        every = part.new_empty(self.size * part.size(0), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(every, part.contiguous(), group=self.group)
+        in_order = every.unflatten(0, (self.size, part.size(0))).movedim(0, dim + 1)
+        in_order = in_order.flatten(dim + 1, dim + 2)
+        return in_order.narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+
+
+class _Taken(torch.autograd.Function):
+    """The part of a factor; its gradient is joined from those of all parts, scaled by `share`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
+    def forward(ctx: Any, factor: Tensor, place: _Place, share: float) -> Tensor:
+        ctx.place, ctx.share, ctx.rows = place, share, factor.size(place.dim or 0)
+        return place.part(factor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.scale, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if ctx.share != 1 or ctx.place.dim is None:  # which overwrites what autograd may share
+            grad = grad * ctx.share
+        return ctx.place.joined(grad.contiguous(), ctx.rows), None, None
 
 
 class Passing(threading.local):

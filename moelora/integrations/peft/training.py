@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moelora.integrations.peft.wrappers import factors_of
 
 if TYPE_CHECKING:
+    from moelora.integrations.peft.parallel import Part
     from moelora.integrations.peft.wrappers import Wrapper
 
 
@@ -36,14 +37,19 @@ def is_trained(wrappers: Sequence[Wrapper], names: Sequence[str]) -> bool:
 
 
 def arguments(
-    wrappers: Sequence[Wrapper], names: Sequence[str], mapping: Tensor, dtype: torch.dtype
+    wrappers: Sequence[Wrapper],
+    names: Sequence[str],
+    mapping: Tensor,
+    dtype: torch.dtype,
+    part: Part | None = None,
 ) -> dict[str, Any]:
     """The adapter arguments of `fused_experts_lora` for one call of one layer.
 
     `names` are the adapters of slots 0, 1, ..., `mapping` (M,) the slot of each token. Float32
-    factors are kept; others are converted to `dtype`, that of the experts.
+    factors are kept; others are converted to `dtype`, that of the experts. `part`: of the experts
+    that this process has.
     """
-    found: dict[str, Any] = {"token_lora_mapping": mapping}
+    found: dict[str, Any] = {}
     scalings = [{w.scaling[name] for w in wrappers if name in w.scaling} for name in names]
     # Tensors, as PEFT makes them for hotswapping compiled models, are not read on the host.
     common = all(len(s) == 1 and not any(isinstance(x, Tensor) for x in s) for s in scalings)
@@ -55,14 +61,19 @@ def arguments(
                 (a, (b.float() * wrapper.scaling[name]).to(b.dtype))
                 for name, (a, b) in zip(names, pairs, strict=True)
             ]
-        rank = max(a.shape[1] for a, _ in pairs)
-        a = torch.stack([nn.functional.pad(a, (0, 0, 0, rank - a.shape[1])) for a, _ in pairs])
-        b = torch.stack([nn.functional.pad(b, (0, rank - b.shape[2])) for _, b in pairs])
-        b = b.contiguous()  # compilers' stack may keep the strides of PEFT's B
+        if len(pairs) == 1:  # a view of A, and one copy of B
+            a, b = pairs[0]
+        else:
+            rank = max(a.shape[2] for a, _ in pairs)
+            a = torch.cat([nn.functional.pad(a, (0, 0, 0, rank - a.shape[2])) for a, _ in pairs])
+            b = torch.cat([nn.functional.pad(b, (0, rank - b.shape[3])) for _, b in pairs])
         if not a.dtype == b.dtype == torch.float32:
             a, b = a.to(dtype), b.to(dtype)
         found[f"{w}_lora_a"], found[f"{w}_lora_b"] = a, b
+    found = found if part is None else part.take(found)
+    found = {name: factor.contiguous() for name, factor in found.items()}
+    found["token_lora_mapping"] = mapping
     if common:  # filled on the device: a copy from the host would synchronize
         ones = [mapping.new_full((1,), float(*s), dtype=torch.float32) for s in scalings]
-        found["lora_scalings"] = torch.cat(ones)
+        found["lora_scalings"] = ones[0] if len(ones) == 1 else torch.cat(ones)
     return found

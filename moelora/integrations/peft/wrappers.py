@@ -51,13 +51,14 @@ def rank_of(wrapper: Wrapper, name: str) -> int:
 
 
 def factors_of(wrapper: Wrapper, name: str) -> tuple[Tensor, Tensor]:
-    """An adapter's A (E, r, in) and B (E, out, r), as views of its parameters.
+    """An adapter's A (1, E, r, in) and B (1, E, out, r), as views of its parameters.
 
     ValueError if one of them has been freed.
     """
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     for side, weight in (("lora_A", a), ("lora_B", b)):
-        refuse_zero3(f"{side}.{name} of {wrapper.parameter_name}", weight)
-        check_held(f"{side}.{name} of {wrapper.parameter_name}", weight)
-    a = a.reshape(wrapper.num_experts, -1, a.shape[1])
-    return a, b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        shown = f"{side}.{name} of {wrapper.parameter_name}"
+        refuse_zero3(shown, weight)
+        check_held(shown, weight)
+    a = a.reshape(1, wrapper.num_experts, -1, a.shape[1])
+    return a, b.reshape(1, b.shape[0], -1, wrapper.num_experts).permute(0, 3, 1, 2)
