@@ -25,7 +25,10 @@ def load(name: str):
 
 
 def drop(names, monkeypatch):
+    """Let modules be imported anew. Both places that name one have the old one after the test."""
     for name in [n for n in sys.modules if n == names or n.startswith(names + ".")]:
+        parent, _, child = name.rpartition(".")
+        monkeypatch.delattr(sys.modules.get(parent), child, raising=False)
         monkeypatch.delitem(sys.modules, name)
 
 
