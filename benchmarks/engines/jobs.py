@@ -246,16 +246,15 @@ def write_logs(folder, out):
 
 
 def write_entry_points(folder, more=None):
-    """Write the entry points of an installed moelora, and `more` in groups that it has, for engines
-    that have `folder` on their path."""
+    """Write the entry points of an installed moelora for engines that have `folder` on their path,
+    and `more` as those of another distribution: of two with one name Python reads the first."""
     with open(ROOT / "pyproject.toml", "rb") as file:
-        groups = tomllib.load(file)["project"]["entry-points"]
-    for group, entries in (more or {}).items():
-        groups[group] |= entries
-    info = folder / "moelora-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moelora\nVersion: 0\n")
-    lines = []
-    for group, entries in groups.items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+        ours = tomllib.load(file)["project"]["entry-points"]
+    for name, groups in (("moelora", ours), ("moelora-benchmarks", more or {})):
+        info = folder / f"{name.replace('-', '_')}-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        lines = []
+        for group, entries in groups.items():
+            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
