@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -13,11 +14,12 @@ from conftest import needs_gpu
 import moelora
 from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, training
 from benchmarks import training_parallel as parallel
-from benchmarks.compare import bits, machine_code
+from benchmarks.compare import bits, machine_code, power, products
 from benchmarks.compare.__main__ import COMMANDS
 from moelora import _C
 from moelora.__main__ import main
-from moelora.bench import baselines, machine, results
+from moelora.bench import baselines, cases, machine, results, shapes
+from moelora.bench.layer import Layer
 
 RL = "--preset micro --layers 1 --sampler transformers --formats bf16 --group 4 --new 3 --steps 2"
 TIMED = "--adapters 3 --budget-ms 0 --device cpu"
@@ -27,6 +29,7 @@ CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 -
 CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
 WHOLE = "base loaded mixed attention experts peft base"
 gpu = (pytest.mark.gpu, needs_gpu)
+PRODUCTS = ("w13", "w2", "layer")
 SCRIPTS = [  # module, words, fields of its cases, their values
     (
         "benchmarks.layer",
@@ -53,6 +56,13 @@ SCRIPTS = [  # module, words, fields of its cases, their values
         "model tokens rank",
         [("qwen3", 64, 16)],
         marks=gpu,
+    ),
+    pytest.param(
+        "benchmarks.compare",
+        "power --products --models qwen3 --tokens 64 --seconds 0.2 --turns 1",
+        "tokens product project",
+        [(64, product, who) for product in PRODUCTS for who in ("moelora", "deep_gemm")],
+        marks=(*gpu, pytest.mark.skipif(not find_spec("deep_gemm"), reason="no DeepGEMM")),
     ),
     pytest.param(
         "benchmarks.whole_adapters",
@@ -206,6 +216,88 @@ def test_threads_of_processes_that_share_cores_do_not_spin(monkeypatch):
     monkeypatch.setattr(parallel, "run", run)
     parallel.main(["--world", "2", "--modes", "ddp", "--formats", "bf16"])
     assert policies == ["PASSIVE"]
+
+
+# ---- power ----
+
+
+class StandIn:
+    """What DeepGEMM documents of its grouped product, in float32: tiles of 128 rows of one expert,
+    -1 beyond its rows, scales for 128 columns of a row and for 128 x 128 weights."""
+
+    @staticmethod
+    def get_mk_alignment_for_contiguous_layout():
+        return 128
+
+    @staticmethod
+    def get_mn_major_tma_aligned_tensor(scales):
+        return scales.T.contiguous().T
+
+    @staticmethod
+    def m_grouped_fp8_gemm_nt_contiguous(left, right, out, groups):
+        def numbers(values, scales, rows):
+            blocks = scales.repeat_interleave(rows, -2).repeat_interleave(128, -1)
+            return values.float() * blocks
+
+        x, w = numbers(*left, 1), numbers(*right, 128)
+        assert len(groups) % 128 == 0
+        for tile, experts in enumerate(groups.split(128)):
+            (expert,) = {*experts.tolist()} - {-1}
+            assert experts[0] == expert
+            rows = slice(128 * tile, 128 * tile + 128)
+            out[rows] = (x[rows] @ w[expert].T).to(out.dtype)
+
+
+def outputs(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+def test_products_beside_deepgemm_are_the_same_products(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", StandIn())
+    generator = torch.Generator().manual_seed(0)
+    model = shapes.Model("small", 4, 2, 256, 128).quantized(products.FORMAT)
+    of_layer = Layer(model, "bf16", [], 1, generator)
+    batch = cases.draw_batch(model, 170, 1, generator)
+    made = products.pairs(of_layer, batch, generator, products.DeepGemm())
+    assert [work // 340 for *_, work in made.values()] == [2 * 256 * n for n in (256, 128, 384)]
+    for calls, operands, error, _ in made.values():
+        assert error is None or error < 4e-3
+        for x in operands:
+            x.zero_()
+        assert not any(out.any() for call in calls.values() for out in outputs(call()))
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        ("1365, 699.4, 0x0000000000000004", {"mhz": 1365, "watts": 699.4, "limits": ["power cap"]}),
+        ("1980, 120.0, 0x0000000000000000", {"mhz": 1980, "watts": 120.0, "limits": []}),
+        ("1980, [N/A], 0x0000000000000000", {}),
+    ],
+)
+def test_what_nvidia_smi_says_of_power(line, known):
+    sampler = power.Sampler.__new__(power.Sampler)
+    sampler.samples = [(1.0, found)] if (found := power.sample(line)) else []
+    assert sampler.since(1.0) == known and sampler.since(1.5) == {}
+
+
+def test_turns_of_products_become_a_row():
+    turns = [{"mhz": 1400, "limits": ["power cap"]}, {"mhz": 1380, "limits": []}, {"mhz": 1500}]
+    assert power.merged(turns) == {"mhz": 1400, "limits": ["power cap"]}
+
+
+def test_power_is_refused_without_what_it_measures(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, said in (
+        ("--products", "clocks and watts are a GPU's, and torch finds none"),
+        ("--products --models qwen3@int4", "--products quantizes models to fp8_block"),
+    ):
+        with pytest.raises(SystemExit):
+            power.main(words.split())
+        assert f"error: {said}" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(ImportError, match="--products wants an installed DeepGEMM"):
+        products.DeepGemm()
 
 
 # ---- machine code ----
