@@ -29,7 +29,7 @@ OPTIONS = {  # of `vllm bench serve`, by fields of a workload
     "burstiness": "burstiness",
     "concurrency": "max-concurrency",
 }
-FIELDS = {*OPTIONS, "zipf", "options", "source"}
+FIELDS = {*OPTIONS, "adapters", "zipf", "options", "source"}
 
 
 def words(target, load, adapters, seed, slo):
@@ -66,6 +66,7 @@ def modules(load, adapters):
 def measure(target, name, load, adapters, seed, slo):
     from vllm.benchmarks import serve
 
+    adapters = adapters[: load.get("adapters")]
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)
     args = parser.parse_args(words(target, load, adapters, seed, slo))
@@ -74,7 +75,7 @@ def measure(target, name, load, adapters, seed, slo):
     kept = {
         key: round(value, 3) if isinstance(value, float) else value for key, value in kept.items()
     }
-    load = {key: value for key, value in load.items() if key != "source"}
+    load = {key: value for key, value in load.items() if key not in ("adapters", "source")}
     return {"workload": name, "adapters": len(adapters), "seed": seed} | load | kept
 
 

@@ -179,14 +179,15 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path, monkeypa
     engine = {"command": [python, *command], "environment": {"MOELORA_VLLM": "{rank}"}}
     engine |= {"lora": ["--slots", "{slots}", "{modules}", "model"], "host": ["--host", "{host}"]}
     load = {"zipf": 1, "input": 9, "output": 2, "prompts": 3, "range_ratio": 0.5, "source": "ours"}
-    more = {"engines": {"mine": engine}, "workloads": {"ours": load}}
+    more = {"engines": {"mine": engine}, "workloads": {"ours": load, "few": load | {"adapters": 2}}}
     (tmp_path / "mine.json").write_text(json.dumps(more))
     pool = ("--adapters", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--ranks", "4,2")
     words = ("--model", "micro", "--format", "nvfp4", "--more", str(tmp_path / "mine.json"))
-    written = run(*words, *pool, "--engines", "mine", "--workloads", "ours")
-    (row,) = written["cases"]
+    written = run(*words, *pool, "--engines", "mine", "--workloads", "ours,few")
+    row, few = written["cases"]
     assert (row["adapters"], row["max_loras"], row["max_cpu_loras"], row["seed"]) == (8, 2, 4, 0)
     assert row["duration"] == 32 and "source" not in row, "the first is named 4 * 8 / 1 times"
+    assert (few["adapters"], few["duration"]) == (2, 8)
     assert written["meta"]["slo"] == ["ttft:500", "tpot:50"]
     said = (tmp_path / "benchmarks/results/h100-serving.log").read_text()
     made = tmp_path / "work/model"
@@ -210,7 +211,7 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path, monkeypa
         (["--workloads", "none"], "--workloads has ['none'], known are first_minute"),
         (["--url", "http://127.0.0.1:1"], "the server's --served-model"),
         (["--more", "nowhere.json"], "--more nowhere.json: "),
-        ({"workloads": {"mine": {"zipff": 1}}}, "workload mine has ['zipff'], known are burst"),
+        ({"workloads": {"mine": {"zipff": 1}}}, "workload mine has ['zipff'], known are adapters"),
         ({"engines": {"mine": {"lora": []}}}, "engines ['mine'] have no command"),
     ],
 )
