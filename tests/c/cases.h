@@ -47,14 +47,10 @@ static inline int64_t pick(int64_t a, int64_t b, int64_t c) {
   return values[random_in(0, 2)];
 }
 
-static inline sizes random_sizes(bool packed) {
+static inline sizes random_sizes(void) {
   sizes s = {.tokens = pick(1, random_in(2, 9), 70), .experts = random_in(1, 7)};
   s.top_k = random_in(1, s.experts < 4 ? s.experts : 4);
-  s.hidden = packed ? 64 * random_in(1, 2) : random_in(1, 150);
-  s.inner = packed ? 64 * random_in(1, 2) : random_in(1, 150);
   s.slots = random_in(1, 4);
-  if (s.tokens == 70 && !packed)
-    s.hidden = s.inner = 33;
   return s;
 }
 
@@ -108,6 +104,20 @@ static inline moelora_lora random_lora(sizes s, moelora_dtype dtype, int32_t sli
   return lora;
 }
 
+/* Outputs of an alignment of `rows` rows, whose other arguments are there. */
+static inline void new_alignment(moelora_align_args *a, int64_t rows) {
+  const int64_t blocks =
+      moelora_align_max_blocks(a->mode, rows, a->num_experts, a->max_loras, a->block_size);
+  const int64_t ids = blocks * a->block_size;
+  a->sorted_token_ids = new_tensor(MOELORA_I32, SIZES(ids));
+  a->expert_ids = new_tensor(MOELORA_I32, SIZES(blocks));
+  a->num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1));
+  if (a->mode == MOELORA_ALIGN_UNIFORM || a->mode == MOELORA_ALIGN_SEGMENTED)
+    a->lora_ids = new_tensor(MOELORA_I32, SIZES(a->mode == MOELORA_ALIGN_UNIFORM ? blocks : ids));
+  if (a->mode == MOELORA_ALIGN_SORTING)
+    a->sorted_weights = new_tensor(MOELORA_F32, SIZES(ids));
+}
+
 /* Row-major weights, or the same, packed by the library. */
 static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_t n, int64_t k,
                                             bool packed) {
@@ -149,13 +159,6 @@ static inline void check_close(const char *what, const moelora_tensor *out, cons
   double limit = 1.5 * max_difference(exact, rounded, count) + unit * largest;
   if (error > limit)
     FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
-}
-
-/* Whether the values of token m have the same bytes; rows may lie apart. */
-static inline bool same_token(const moelora_tensor *a, const moelora_tensor *b, int64_t m) {
-  const size_t bytes = dtype_bytes(a->dtype), row = (size_t)(count_of(a) / a->size[0]) * bytes;
-  return memcmp((char *)a->data + (size_t)(m * a->stride[0]) * bytes,
-                (char *)b->data + (size_t)(m * b->stride[0]) * bytes, row) == 0;
 }
 
 static inline moelora_dtype dtype_of(const char *variant) {

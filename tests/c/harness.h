@@ -318,10 +318,6 @@ CALLS(mlp_delta)
 
 enum { NUM_ACTIVATIONS = MOELORA_SWIGLUSTEP + 1 };
 
-static inline bool takes_alpha(moelora_activation activation) {
-  return activation == MOELORA_SWIGLUOAI || activation == MOELORA_SWIGLUOAI_UNINTERLEAVE ||
-         activation == MOELORA_SITU;
-}
 static inline bool takes_limit(moelora_activation activation) {
-  return takes_alpha(activation) || activation == MOELORA_SILU || activation == MOELORA_SWIGLUSTEP;
+  return activation != MOELORA_GELU && activation != MOELORA_RELU2;
 }

@@ -14,7 +14,7 @@ from covering import NIGHTLY, extent
 PROGRAMS = sorted((ROOT / "tests/c").glob("test_*.c"))
 # Random problems per variant, or rounds, where CI runs fewer than `make sanitize`: each activation
 # once, which follows from a problem's number.
-CASES = {"test_operators": 7, "test_quantized": 7, "test_changing": 5}
+CASES = {"test_quantized": 7, "test_changing": 5}
 # Fields of a forward that its backward does not read.
 NOT_READ = {"experts_backward": {"forward.out"}, "gemm_backward": {"forward.out"}}
 EXAMPLES = sorted((ROOT / "examples/c").glob("*.c"))
@@ -34,15 +34,14 @@ def test_program(source, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX, --wrap")
-@pytest.mark.parametrize("name, cases", [("test_quantized", 4), ("test_operators", 7)])
-def test_program_on_emulated_amx(name, cases, tmp_path):
+def test_program_on_emulated_amx(tmp_path):
     """What surrounds the tiles, on machines without them: passes over K and scratch memory."""
     wrapped = [f"-Wl,--wrap=moelora_cpu_{function}" for function in ("isa", "kernels_of")]
     more = (str(ROOT / "tests/c/emulated_amx.c"), *wrapped)
-    program = compile_program(ROOT / f"tests/c/{name}.c", tmp_path, sanitize=True, more=more)
-    done = run(program, str(cases))
+    source = ROOT / "tests/c/test_quantized.c"
+    done = run(compile_program(source, tmp_path, sanitize=True, more=more), "7")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{name}: ")
+    assert done.stdout.startswith("test_quantized: ")
 
 
 def test_random_arguments(tmp_path):

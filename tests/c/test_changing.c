@@ -106,25 +106,16 @@ static void new_alignments(int64_t rows, operators *o) {
   const int32_t known = (int32_t)tables[MAP].now.size[0], size = LISTED_BLOCK;
   for (int mode = 0; mode < 4; mode++) {
     moelora_align_args *a = &o->align[mode];
-    const bool adapters = mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED;
-    const int64_t blocks =
-        moelora_align_max_blocks((moelora_align_mode)mode, rows, known, SLOTS, size);
     *a = (moelora_align_args){
         .mode = (moelora_align_mode)mode,
         .num_experts = known,
         .block_size = size,
         .max_loras = SLOTS,
         .routing = routing_now(),
-        .adapters = adapters ? adapters_now() : (moelora_adapters){0},
-        .sorted_token_ids = new_tensor(MOELORA_I32, SIZES(blocks * size)),
-        .expert_ids = new_tensor(MOELORA_I32, SIZES(blocks)),
-        .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1)),
     };
-    if (adapters)
-      a->lora_ids =
-          new_tensor(MOELORA_I32, SIZES(mode == MOELORA_ALIGN_UNIFORM ? blocks : blocks * size));
-    if (mode == MOELORA_ALIGN_SORTING)
-      a->sorted_weights = new_tensor(MOELORA_F32, SIZES(blocks * size));
+    if (mode == MOELORA_ALIGN_UNIFORM || mode == MOELORA_ALIGN_SEGMENTED)
+      a->adapters = adapters_now();
+    new_alignment(a, rows);
   }
   const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, rows, known, 0, size);
   o->lists = (moelora_align_lists_args){

@@ -1,5 +1,5 @@
-/* Quantized weights for every format and kernel variant that this machine runs: packing and
- * unpacking, then products bit by bit against those with the unpacked weights. */
+/* Products with quantized weights of every format, by every kernel variant that this machine runs:
+ * bit by bit those with the unpacked weights, which are held against plain loops. */
 #include "cases.h"
 
 enum { NUM_FORMATS = MOELORA_FP8_ROWS };
@@ -48,44 +48,6 @@ static moelora_quantized random_numbers(int64_t experts, int64_t k, const moelor
              : random_nibbles(experts, layout->rows, k, layout->format);
 }
 
-static double e4m3(int byte) {
-  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-  const double size = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
-  return byte & 128 ? -size : size;
-}
-
-static double fp8_at(const moelora_quantized *w, moelora_dtype dtype, int64_t e, int64_t n,
-                     int64_t k) {
-  const int64_t *sizes = w->scales.size;
-  const int byte = ((uint8_t *)w->values.data)[(e * w->values.size[1] + n) * w->values.size[2] + k];
-  const double scale =
-      ((float *)
-           w->scales.data)[(e * sizes[1] + n / w->block_rows) * sizes[2] + k / w->block_columns];
-  const double up = dtype == MOELORA_F16 ? 256 : 1;
-  return round_to(e4m3(byte) * (round_to(scale * up, dtype) / up), dtype);
-}
-
-static double nibble_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
-                        int64_t e, int64_t n, int64_t k) {
-  static const double e2m1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
-  const int64_t group = 2 * w->values.size[2] / w->scales.size[2];
-  const int byte =
-      ((uint8_t *)w->values.data)[(e * w->values.size[1] + n) * w->values.size[2] + k / 2];
-  const int q = k % 2 ? byte >> 4 : byte & 15;
-  const int64_t place = (e * w->values.size[1] + n) * w->scales.size[2] + k / group;
-  if (format == MOELORA_MXFP4)
-    return round_to((q & 8 ? -1 : 1) * ldexp(e2m1[q & 7], ((uint8_t *)w->scales.data)[place] - 127),
-                    dtype);
-  const double scale = round_to(read_value(w->scales.data, w->scales.dtype, place), dtype);
-  const int zero = moelora_has_zeros(format) ? ((uint8_t *)w->zeros.data)[place] : 8;
-  return round_to((q - zero) * scale, dtype);
-}
-
-static double number_at(const moelora_quantized *w, moelora_format format, moelora_dtype dtype,
-                        int64_t e, int64_t n, int64_t k) {
-  return moelora_is_fp8(format) ? fp8_at(w, dtype, e, n, k) : nibble_at(w, format, dtype, e, n, k);
-}
-
 /* Packed by any number of threads; `unpacked` receives the dequantized values. */
 static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
                              const moelora_layout *layout, moelora_tensor *unpacked) {
@@ -94,21 +56,30 @@ static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
   CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &out, maybe() ? &serial : &threaded));
   *unpacked = new_tensor(dtype, SIZES(experts, layout->rows, k));
   CHECK_OK(moelora_unpack_quantized(&out, layout, unpacked, maybe() ? &serial : &threaded));
-  for (int64_t e = 0; e < experts; e++)
-    for (int64_t n = 0; n < layout->rows; n++)
-      for (int64_t i = 0; i < k; i++) {
-        const double got = at(unpacked, e, n, i, 0);
-        const double want = number_at(&w, layout->format, dtype, e, n, i);
-        if (got != want)
-          FAIL("format %d, order %d: number (%lld, %lld, %lld) is %g, expected %g", layout->format,
-               layout->order, (long long)e, (long long)n, (long long)i, got, want);
-      }
   return out;
+}
+
+static void check_gemm(const moelora_gemm_args *dense, const moelora_tensor *out) {
+  const int64_t count = count_of(out);
+  double *exact = allocate((size_t)count * sizeof *exact);
+  double *rounded = allocate((size_t)count * sizeof *rounded);
+  naive_gemm(dense, (rounding){0}, exact);
+  naive_gemm(dense, (rounding){true, out->dtype}, rounded);
+  check_close("gemm", out, exact, rounded, count);
+}
+
+static void check_experts(const moelora_experts_args *dense) {
+  const int64_t count = count_of(&dense->out);
+  double *exact = allocate((size_t)count * sizeof *exact);
+  double *rounded = allocate((size_t)count * sizeof *rounded);
+  naive_experts(dense, (rounding){0}, exact);
+  naive_experts(dense, (rounding){true, dense->out.dtype}, rounded);
+  check_close("layer", &dense->out, exact, rounded, count);
 }
 
 static void test_gemm(moelora_dtype dtype, uint64_t number) {
   seed(number);
-  sizes s = random_sizes(false);
+  sizes s = random_sizes();
   s.hidden = 32 * (maybe() ? random_in(1, 6) : random_in(9, 20));
   if (number == 0) { /* an expert with several blocks of rows */
     s.tokens = 200;
@@ -132,15 +103,16 @@ static void test_gemm(moelora_dtype dtype, uint64_t number) {
   CHECK_RUN(gemm, &args, maybe() ? serial : threaded);
   CHECK_RUN(gemm, &dense, serial);
   CHECK(same_bytes(&args.out, &dense.out));
+  check_gemm(&dense, &dense.out);
   release_all();
 }
 
 /* FP8 weights and FP8 x, any number of columns: x that e4m3 represents exactly is unchanged. */
 static void test_gemm_of_e4m3(moelora_dtype dtype, uint64_t number) {
   seed(number + 2000);
-  sizes s = random_sizes(false);
+  sizes s = random_sizes();
   s.hidden = random_in(1, 400);
-  const int64_t n = random_in(1, 150), rows = s.tokens * s.top_k;
+  const int64_t n = random_in(1, 150);
   const moelora_layout layout = {.format = (moelora_format)random_in(MOELORA_FP8, NUM_FORMATS),
                                  .rows = n,
                                  .x = MOELORA_X_STATIC,
@@ -157,17 +129,13 @@ static void test_gemm_of_e4m3(moelora_dtype dtype, uint64_t number) {
   args.w = packed(dtype, s.experts, s.hidden, &layout, &dense.w);
   args.w_layout = layout;
   CHECK_RUN(gemm, &args, maybe() ? serial : threaded);
-  double *exact = allocate((size_t)(rows * n) * sizeof *exact);
-  double *rounded = allocate((size_t)(rows * n) * sizeof *rounded);
-  naive_gemm(&dense, (rounding){0}, exact);
-  naive_gemm(&dense, (rounding){true, dtype}, rounded);
-  check_close("x in e4m3", &args.out, exact, rounded, rows * n);
+  check_gemm(&dense, &args.out);
   release_all();
 }
 
 static void test_experts(moelora_dtype dtype, uint64_t number) {
   seed(number + 1000);
-  sizes s = random_sizes(false);
+  sizes s = random_sizes();
   s.hidden = 32 * random_in(1, 5);
   s.inner = 32 * random_in(1, 5);
   const moelora_activation activation = (moelora_activation)(number % NUM_ACTIVATIONS);
@@ -206,6 +174,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
   CHECK_RUN(experts, &args, maybe() ? serial : threaded);
   CHECK_RUN(experts, &dense, serial);
   CHECK(same_bytes(&args.out, &dense.out));
+  check_experts(&dense);
   release_all();
 }
 

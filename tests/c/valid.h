@@ -72,8 +72,6 @@ static inline moelora_experts_args valid_experts(sizes s, moelora_dtype dtype) {
 
 /* Without an expert_map. */
 static inline moelora_align_args valid_align(sizes s, moelora_align_mode mode) {
-  const int64_t blocks = moelora_align_max_blocks(mode, s.tokens * s.top_k, (int32_t)s.experts,
-                                                  (int32_t)s.slots, VALID_BLOCK);
   moelora_align_args a = {
       .mode = mode,
       .num_experts = (int32_t)s.experts,
@@ -81,17 +79,9 @@ static inline moelora_align_args valid_align(sizes s, moelora_align_mode mode) {
       .max_loras = (int32_t)s.slots,
       .routing = valid_routing(s),
       .adapters = valid_adapters(s),
-      .sorted_token_ids = new_tensor(MOELORA_I32, SIZES(blocks * VALID_BLOCK)),
-      .expert_ids = new_tensor(MOELORA_I32, SIZES(blocks)),
-      .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1)),
   };
   a.routing.expert_map = absent;
-  if (mode == MOELORA_ALIGN_UNIFORM)
-    a.lora_ids = new_tensor(MOELORA_I32, SIZES(blocks));
-  if (mode == MOELORA_ALIGN_SEGMENTED)
-    a.lora_ids = new_tensor(MOELORA_I32, SIZES(blocks * VALID_BLOCK));
-  if (mode == MOELORA_ALIGN_SORTING)
-    a.sorted_weights = new_tensor(MOELORA_F32, SIZES(blocks * VALID_BLOCK));
+  new_alignment(&a, s.tokens * s.top_k);
   return a;
 }
 

@@ -115,34 +115,30 @@ static void test_delta(uint64_t number) {
   moelora_force_variant(NULL);
   if (lists) {
     const int32_t block = (int32_t)ONE_OF(16, 32, 64);
-    const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.tokens * s.top_k,
-                                                    (int32_t)s.experts, 0, block);
     moelora_align_lists_args align = {
         .num_experts = (int32_t)s.experts,
         .max_loras = (int32_t)s.slots,
         .routing = args.routing,
         .adapters = {.token_lora_mapping = args.adapters.token_lora_mapping,
                      .adapter_enabled = args.adapters.adapter_enabled},
-        .lists = {.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks * block)),
-                  .expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks)),
-                  .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(s.slots)),
+        .lists = {.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(s.slots)),
                   .lora_ids = new_tensor(MOELORA_I32, SIZES(s.slots)),
                   .num_active = (int32_t)s.slots,
                   .block_size = block},
     };
     if (align.routing.expert_map.data)
       align.num_experts = (int32_t)align.routing.expert_map.size[0];
-    const int64_t blocks_of_all = moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.tokens * s.top_k,
-                                                           align.num_experts, 0, block);
-    align.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all * block));
-    align.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all));
+    const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.tokens * s.top_k,
+                                                    align.num_experts, 0, block);
+    align.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks * block));
+    align.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks));
     align.routing.topk_weights = absent;
     for (int64_t l = 0; l < s.slots; l++)
       write_value(align.lists.lora_ids.data, MOELORA_I32, l, (double)l);
     moelora_align_lists_args other = align;
     run_align_lists(&align, serial);
-    other.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all * block));
-    other.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks_of_all));
+    other.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks * block));
+    other.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks));
     other.lists.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(s.slots));
     run_align_lists(&other, gpu());
     if (!same_bytes(&other.lists.expert_ids, &align.lists.expert_ids) ||
@@ -289,18 +285,9 @@ static void test_align(uint64_t number) {
   args.num_experts =
       args.routing.expert_map.data ? (int32_t)args.routing.expert_map.size[0] : (int32_t)s.experts;
   args.routing.topk_weights = absent;
-  const int64_t blocks = moelora_align_max_blocks(mode, s.tokens * s.top_k, args.num_experts,
-                                                  args.max_loras, args.block_size);
-  const int64_t rows = blocks * args.block_size;
   moelora_align_args want = args;
-  for (int i = 0; i < 2; i++) {
-    moelora_align_args *to = i ? &args : &want;
-    to->sorted_token_ids = new_tensor(MOELORA_I32, SIZES(rows));
-    to->expert_ids = new_tensor(MOELORA_I32, SIZES(blocks));
-    if (adapters)
-      to->lora_ids = new_tensor(MOELORA_I32, SIZES(mode == MOELORA_ALIGN_UNIFORM ? blocks : rows));
-    to->num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(1));
-  }
+  new_alignment(&args, s.tokens * s.top_k);
+  new_alignment(&want, s.tokens * s.top_k);
   snprintf(drawn, sizeof drawn, " %llu: mode %d M=%lld k=%lld E=%d block=%d loras=%d",
            (unsigned long long)number, mode, (long long)s.tokens, (long long)s.top_k,
            args.num_experts, args.block_size, args.max_loras);
