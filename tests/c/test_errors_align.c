@@ -159,8 +159,12 @@ static void test_exec_errors(void) {
   CHECK_FAILS(moelora_force_variant("gemm_f32_nonsense"), MOELORA_INVALID_ARGUMENT,
               "variant 'gemm_f32_nonsense' does not exist");
   CHECK_OK(moelora_force_variant(NULL));
-  CHECK_FAILS(moelora_limit_capability(8), MOELORA_INVALID_ARGUMENT,
-              "compute_capability is 8, expected 80 or more, or 0");
+  static const int32_t no_capabilities[] = {8, 79, -80, 1000};
+  for (int i = 0; i < 4; i++) {
+    snprintf(text, sizeof text, "compute_capability is %d, expected 80 or more, or 0",
+             no_capabilities[i]);
+    CHECK_FAILS(moelora_limit_capability(no_capabilities[i]), MOELORA_INVALID_ARGUMENT, text);
+  }
   CHECK_OK(moelora_limit_capability(0));
   CHECK(moelora_variant_name(-1) == NULL && moelora_variant_name(10000) == NULL);
   CHECK(!moelora_variant_usable(-1) && !moelora_variant_usable(10000));

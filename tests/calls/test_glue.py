@@ -235,40 +235,6 @@ def test_module_functions():
     assert any(name in _C.last_plan() for name in usable)
 
 
-def test_force_variant():
-    call()
-    chosen = _C.last_plan()
-    try:
-        names = [n for n in _C.usable() if "f32" in n and "scalar" in n]
-        assert names
-        _C.force_variant(names[0])
-        call()
-        assert names[0] in _C.last_plan()
-        with pytest.raises(ValueError, match="no_such_variant"):
-            _C.force_variant("no_such_variant")
-        with pytest.raises(TypeError):
-            _C.force_variant(3)
-    finally:
-        _C.force_variant(None)
-    call()
-    assert _C.last_plan() == chosen
-
-
-def test_limit_capability():
-    call()
-    chosen = _C.last_plan()
-    try:
-        _C.limit_capability(80)
-        assert not [name for name in _C.usable() if "_sm" in name and not name.endswith("_sm80")]
-        call()
-        assert _C.last_plan() == chosen, "a CPU has no compute capability"
-        for wrong in (79, 8, -80, 1000):
-            with pytest.raises(ValueError, match=f"compute_capability is {wrong}, expected 80"):
-                _C.limit_capability(wrong)
-    finally:
-        _C.limit_capability(0)
-
-
 def test_wrappers_take_the_arguments_of_the_operators():
     """A parameter of a schema that no wrapper sets would be unreachable."""
     inside = {f"{w}_{what}" for w in LAYOUTS for what in PARTS} | set(moelora.Saved._fields)
