@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Spec, same_bits
+from cases import Spec, among, same_bits
 from checks import assert_close_to_ref, assert_gemm_is_the_cpus
 from conftest import CUDA_DTYPES, needs_gpu
 from test_align import OPERATORS, assert_same, every_alignment
@@ -216,21 +216,16 @@ def needs_memory(gigabytes: float) -> None:
         pytest.skip(f"needs {gigabytes} GB of GPU memory, {free:.0f} GB are free")
 
 
-def poisoned(*shape: int) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=GPU)
-
-
 @pytest.mark.slow
 def test_adapter_offsets_beyond_int32():
     """256 experts, hidden size 7168, rank 64: adapter 19 begins at element 2.2e9 of its stack."""
     needs_memory(16)
     experts, hidden, inter, rank, slots = 256, 7168, 64, 64, 20
     assert (slots - 1) * experts * rank * hidden > 2**31
-    used_experts, used_slots = [0, 1, 255], [0, 19]
     spec = Spec(
         tokens=14,
         top_k=2,
-        experts=len(used_experts),
+        experts=3,
         hidden=hidden,
         inter=inter,
         ranks=(rank, rank),
@@ -239,33 +234,9 @@ def test_adapter_offsets_beyond_int32():
         dtype=torch.bfloat16,
     )
     p = spec.build()
-    large = {
-        "w13": poisoned(experts, 2 * inter, hidden),
-        "w2": poisoned(experts, hidden, inter),
-        "w13_lora_a": poisoned(slots, experts, rank, hidden),
-        "w13_lora_b": poisoned(slots, experts, 2 * inter, rank),
-        "w2_lora_a": poisoned(slots, experts, rank, inter),
-        "w2_lora_b": poisoned(slots, experts, hidden, rank),
-    }
-    for i, e in enumerate(used_experts):
-        for name in ("w13", "w2"):
-            large[name][e] = getattr(p, name)[i]
-        for j, slot in enumerate(used_slots):
-            for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
-                large[name][slot, e] = getattr(p, name)[j, i]
-    expert_of = torch.tensor(used_experts, dtype=torch.int32)
-    slot_of = torch.tensor([*used_slots, -1], dtype=torch.int32)  # -1 finds the last entry
-    there = {
-        **p.to(GPU).kwargs(),
-        **large,
-        "topk_ids": expert_of[p.topk_ids.long()].to(GPU),
-        "token_lora_mapping": slot_of[p.token_lora_mapping.long()].to(GPU),
-        "lora_ranks": torch.full((slots,), rank, dtype=torch.int32, device=GPU),
-        "lora_scalings": torch.full((slots,), float("nan"), device=GPU),
-    }
-    there["lora_scalings"][used_slots] = p.lora_scalings.to(GPU)
     assert {0, 1} <= set(p.token_lora_mapping.tolist())
-    y = moelora.fused_experts_lora(**there)
+    large = among(p.to(GPU), experts, [0, 1, 255], slots, [0, 19])
+    y = moelora.fused_experts_lora(**large.kwargs())
     ref = fused_experts_lora_ref(**p.kwargs())
     assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), torch.bfloat16)
 
@@ -337,25 +308,15 @@ def test_weight_offsets_beyond_int32():
     needs_memory(30)
     experts, hidden, inter = 40, 4096, 6912
     assert (experts - 1) * 2 * inter * hidden > 2**31
-    used = [0, experts - 1]
     spec = Spec(tokens=6, top_k=2, experts=2, hidden=hidden, inter=inter, ranks=(16,))
     p = replace(spec, dtype=torch.bfloat16).build().base()
-    w13, w2 = poisoned(experts, 2 * inter, hidden), poisoned(experts, hidden, inter)
-    for i, e in enumerate(used):
-        w13[e], w2[e] = p.w13[i].to(GPU), p.w2[i].to(GPU)
-    there = {
-        **p.to(GPU).kwargs(),
-        "w13": w13,
-        "w2": w2,
-        "topk_ids": torch.tensor(used, dtype=torch.int32)[p.topk_ids.long()].to(GPU),
-    }
+    there = among(p.to(GPU), experts, [0, experts - 1], 0, []).kwargs()
     ref = fused_experts_lora_ref(**p.kwargs())
     naive = naive_fused_experts_lora(**p.kwargs())
     assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
 
-    packed = moelora.prepack_weights(w13)
+    there["w13"] = packed = moelora.prepack_weights(there["w13"])
     assert same_bits(packed.unpack()[-1].cpu(), p.w13[-1])
-    there["w13"] = packed
     assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
 
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import EDGE_CASES, Spec, random_specs
-from checks import assert_close_to_ref, naming
+from cases import EDGE_CASES, Spec, among, random_specs
+from checks import naming
 from holding import hold_gemm
 
 import moelora
 from moelora import _C
-from moelora.reference import fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm
 
 
 @pytest.mark.parametrize("name", EDGE_CASES)
@@ -62,45 +61,11 @@ def test_input_per_token_is_input_per_row(device_and_dtype):
     assert torch.equal(per_token, per_row)
 
 
-def offset_problem(device, experts, out_columns, hidden, adapters, rank, expert_ids, slot):
-    """A bf16 projection whose tensors are allocated whole but filled only where they are read."""
-    generator = torch.Generator().manual_seed(0)
-
-    def values(*shape):
-        scale = shape[-1] ** -0.5
-        return (torch.randn(shape, generator=generator) * scale).bfloat16().to(device)
-
-    ids = torch.tensor([[e] for e in expert_ids], dtype=torch.int32)
-    touched = sorted(set(expert_ids))
-    small = {
-        "x": values(len(expert_ids), hidden) * hidden**0.5,
-        "w": values(len(touched), out_columns, hidden),
-        "lora_a": values(1, len(touched), rank, hidden),
-        "lora_b": values(1, len(touched), out_columns, rank),
-        "topk_weights": torch.ones(len(expert_ids), 1, device=device),
-        "topk_ids": torch.tensor(
-            [[touched.index(e)] for e in expert_ids], dtype=torch.int32, device=device
-        ),
-        "token_lora_mapping": torch.zeros(len(expert_ids), dtype=torch.int32, device=device),
-    }
-    large = {**small, "topk_ids": ids.to(device), "token_lora_mapping": slot + 0 * ids[:, 0]}
-    large["token_lora_mapping"] = large["token_lora_mapping"].to(device)
-    empty = {"dtype": torch.bfloat16, "device": device}
-    large["w"] = torch.empty(experts, out_columns, hidden, **empty)
-    large["lora_a"] = torch.empty(adapters, experts, rank, hidden, **empty)
-    large["lora_b"] = torch.empty(adapters, experts, out_columns, rank, **empty)
-    for i, e in enumerate(touched):
-        large["w"][e] = small["w"][i]
-        large["lora_a"][slot, e] = small["lora_a"][0, i]
-        large["lora_b"][slot, e] = small["lora_b"][0, i]
-    return small, large
-
-
 # Tensors of more than 2^31 elements (4.7 GB each): on a CPU only the touched pages take memory.
-OFFSETS = {
-    "lora_a": {"experts": 256, "out_columns": 64, "hidden": 7168, "adapters": 20, "rank": 64},
-    "lora_b": {"experts": 256, "out_columns": 7168, "hidden": 64, "adapters": 20, "rank": 64},
-    "w": {"experts": 1024, "out_columns": 320, "hidden": 7168, "adapters": 1, "rank": 1},
+OFFSETS = {  # experts, adapters, and the sizes of a layer
+    "w13_lora_a": (256, 20, {"hidden": 7168, "inter": 32, "ranks": (64,)}),
+    "w13_lora_b": (256, 20, {"hidden": 64, "inter": 3584, "ranks": (64,)}),
+    "w13": (1024, 1, {"hidden": 7168, "inter": 160, "ranks": (1,)}),
 }
 
 
@@ -109,17 +74,15 @@ def test_offsets_beyond_int32(tensor, device):
     """A row of adapter 19 and expert 255 starts more than 2^31 elements into its stack."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB of free GPU memory")
-    sizes = OFFSETS[tensor]
-    last = sizes["experts"] - 1
-    small, large = offset_problem(
-        device, **sizes, expert_ids=[0, last, last // 2, last], slot=sizes["adapters"] - 1
-    )
-    assert large[tensor].numel() > 2**31
-    expected = moelora.fused_moe_lora_gemm(**small)
-    assert torch.equal(moelora.fused_moe_lora_gemm(**large), expected)
-    ref = fused_moe_lora_gemm_ref(**small)
-    naive = naive_fused_moe_lora_gemm(**small)
-    assert_close_to_ref(expected, ref, naive, torch.bfloat16)
+    experts, slots, sizes = OFFSETS[tensor]
+    spec = Spec(tokens=4, top_k=1, experts=3, mix="one", slices=1, dtype=torch.bfloat16, **sizes)
+    ids = torch.tensor([[0], [2], [1], [2]], dtype=torch.int32)
+    p = replace(spec.build(), topk_ids=ids, w2=None, w2_lora_a=None, w2_lora_b=None)
+    used = [0, experts // 2, experts - 1]
+    large = among(p.to(device), experts, used, slots, [slots - 1])
+    assert getattr(large, tensor).numel() > 2**31
+    y = hold_gemm(p, device, "w13", False)
+    assert torch.equal(moelora.fused_moe_lora_gemm(**large.gemm_kwargs("w13")), y)
 
 
 @pytest.mark.gpu

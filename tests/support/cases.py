@@ -10,6 +10,7 @@ tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, fields, replace
@@ -177,6 +178,36 @@ class Problem:
         lora = ("token_lora_mapping", "lora_ranks", "lora_scalings", "adapter_enabled")
         factors = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
         return replace(self, **dict.fromkeys(lora + factors))
+
+
+def among(p: Problem, experts: int, used: list[int], slots: int, used_slots: list[int]) -> Problem:
+    """The problem in stacks of so many experts and adapters, `used` of which are its own. What else
+    is there is NaN on a GPU; on a CPU it is not written, and takes no memory."""
+
+    def stack(t, *places):
+        if not isinstance(t, Tensor):
+            return t and [stack(one, *places) for one in t]
+        shape = (*(slots, experts)[-len(places) :], *t.shape[len(places) :])
+        large = torch.empty(shape, dtype=t.dtype, device=t.device)
+        if t.is_cuda:
+            large.fill_(POISON)
+        for index in itertools.product(*(range(len(place)) for place in places)):
+            large[tuple(place[i] for place, i in zip(places, index, strict=True))] = t[index]
+        return large
+
+    weights = {name: stack(getattr(p, name), used) for name in ("w13", "w2")}
+    names = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+    factors = {name: stack(getattr(p, name), used_slots, used) for name in names}
+    expert_of = torch.tensor(used, dtype=torch.int32, device=p.w13.device)
+    changes = weights | factors | {"topk_ids": expert_of[p.topk_ids.long()]}
+    if p.token_lora_mapping is not None:
+        slot_of = torch.tensor([*used_slots, -1], dtype=torch.int32, device=p.w13.device)
+        ranks = torch.full((slots,), max(p.spec.ranks), dtype=torch.int32, device=p.w13.device)
+        scalings = torch.full((slots,), POISON, device=p.w13.device)
+        ranks[used_slots], scalings[used_slots] = p.lora_ranks, p.lora_scalings
+        changes |= {"lora_ranks": ranks, "lora_scalings": scalings}
+        changes["token_lora_mapping"] = slot_of[p.token_lora_mapping.long()]
+    return replace(p, **changes)
 
 
 def _move(value, device):
