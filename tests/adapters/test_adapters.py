@@ -223,74 +223,61 @@ def test_dtype_of_the_pool(dtype):
 # ---- what is refused ----
 
 
-def broken(change):
-    state, _ = wrapped()
-    key = "base_model.model.model.layers.0.mlp.experts.lora_B.weight"
-    change(state, key)
-    return state
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+B = f"{EXPERTS}.lora_B.weight"
+WRONG = [  # tensors of a checkpoint by name, some of them a function of B; None: not there
+    (
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(4, K)},
+        r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is not a LoRA factor of an expert",
+    ),
+    (
+        {f"{EXPERTS}.lora_magnitude_vector": rand(K)},
+        r"lora_magnitude_vector is not a LoRA factor",
+    ),
+    ({"base_model.model.lm_head.weight": rand(2, 2)}, r"lm_head\.weight"),
+    (
+        {B.replace("layers.0", "layers.7"): rand(K, 4 * E)},
+        r"layers\.7\.mlp\.experts\.lora_B\.weight is not a LoRA factor",
+    ),
+    (
+        {f"{EXPERTS}.router.lora_B.weight": rand(K, 4 * E)},
+        r"experts\.router\.lora_B\.weight: router of .* is not one of",
+    ),
+    (
+        {f"{EXPERTS}.9.up_proj.lora_B.weight": rand(N, 4)},
+        r"9\.up_proj\.lora_B\.weight: expert 9 of 4 experts",
+    ),
+    ({B: rand(K, 3 * E)}, r"experts\.lora_B\.weight: shape is \(16, 12\), wanted \(16, 16\)"),
+    ({B: lambda b: b.index_fill(0, ROW, math.nan)}, r"experts\.lora_B\.weight holds NaN or Inf"),
+    ({B: lambda b: b.index_fill(0, ROW, -math.inf)}, r"experts\.lora_B\.weight holds NaN"),
+    ({B: torch.Tensor.int}, r"lora_B\.weight: dtype is (torch.int32|I32)"),
+    ({B: None}, r"experts\.lora_A\.weight has no .*experts\.lora_B\.weight"),
+    (dict.fromkeys(wrapped()[0]), "holds no tensors"),
+    (
+        per_expert(names={"down_proj": "down"})[0],
+        r"experts\.lora_A\.weight and .*0\.down_proj\.lora_A\.weight are the same factor",
+    ),
+    (
+        per_expert(names={"up_proj": "up"})[0],
+        r"has factors of gate_up_proj and of only gate or up",
+    ),
+    (
+        {f"{EXPERTS}.base_layer.base_layer.lora_B.weight": rand(K, 4 * E)},
+        r"base_layer\.base_layer\.lora_B\.weight wraps parameter 3",
+    ),
+]
+ROW = torch.tensor([0])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda s, k: s.update(
-                {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(4, K)}
-            ),
-            r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is not a LoRA factor of an expert",
-        ),
-        (
-            lambda s, k: s.update({k.replace("lora_B.weight", "lora_magnitude_vector"): rand(K)}),
-            r"lora_magnitude_vector is not a LoRA factor",
-        ),
-        (
-            lambda s, k: s.update({"base_model.model.lm_head.weight": rand(2, 2)}),
-            r"lm_head\.weight",
-        ),
-        (
-            lambda s, k: s.update({k.replace("layers.0", "layers.7"): s[k]}),
-            r"layers\.7\.mlp\.experts\.lora_B\.weight is not a LoRA factor",
-        ),
-        (
-            lambda s, k: s.update({k.replace("experts.", "experts.router."): s[k]}),
-            r"experts\.router\.lora_B\.weight: router of .* is not one of",
-        ),
-        (
-            lambda s, k: s.update({k.replace("experts.", "experts.9.up_proj."): rand(N, 4)}),
-            r"9\.up_proj\.lora_B\.weight: expert 9 of 4 experts",
-        ),
-        (
-            lambda s, k: s.update({k: rand(K, 3 * E)}),
-            r"experts\.lora_B\.weight: shape is \(16, 12\), wanted \(16, 16\)",
-        ),
-        (
-            lambda s, k: s[k].view(-1)[3:4].fill_(math.nan),
-            r"experts\.lora_B\.weight holds NaN or Inf",
-        ),
-        (lambda s, k: s[k].view(-1)[3:4].fill_(-math.inf), r"experts\.lora_B\.weight holds NaN"),
-        (lambda s, k: s.update({k: s[k].int()}), r"lora_B\.weight: dtype is (torch.int32|I32)"),
-        (lambda s, k: s.pop(k), r"experts\.lora_A\.weight has no .*experts\.lora_B\.weight"),
-        (lambda s, k: s.clear(), "holds no tensors"),
-        (
-            lambda s, k: s.update(per_expert(names={"down_proj": "down"})[0]),
-            r"experts\.lora_A\.weight and .*0\.down_proj\.lora_A\.weight are the same factor",
-        ),
-        (
-            lambda s, k: s.update(per_expert(names={"up_proj": "up"})[0]),
-            r"has factors of gate_up_proj and of only gate or up",
-        ),
-        (
-            lambda s, k: s.update({k.replace("experts.", "experts.base_layer.base_layer."): s[k]}),
-            r"base_layer\.base_layer\.lora_B\.weight wraps parameter 3",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), WRONG)
 @pytest.mark.parametrize("from_folder", [False, True])
 def test_bad_checkpoint_names_the_key_and_changes_nothing(tmp_path, change, message, from_folder):
     pool = make_pool(max_loras=1)
     pool.add("good", wrapped(seed=3)[0], config=CONFIG)
     before = snapshot(pool)
-    state = broken(change)
+    state = wrapped()[0]
+    state |= {key: t(state[B]) if callable(t) else t for key, t in change.items()}
+    state = {key: tensor for key, tensor in state.items() if tensor is not None}
     with pytest.raises(ValueError, match=message):
         if from_folder:
             pool.add("bad", write(tmp_path / "bad", state))

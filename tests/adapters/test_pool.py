@@ -15,7 +15,6 @@ from adapter_cases import (
     snapshot,
     wrapped,
 )
-from threads import run_threads
 
 from moelora.adapters import AdapterPool
 
@@ -201,32 +200,3 @@ def test_memory():
     shared = AdapterPool(LAYERS, 3, 5, dtype=torch.bfloat16, shared_outer=True)
     outer = 3 * (E - 1) * 8 * 3 * K * 2 * len(LAYERS)
     assert shared.memory_bytes() == pool.memory_bytes() - outer
-
-
-def test_threads():
-    """Adapters are added and removed in four threads; a hold always reads its own adapter."""
-    pool = make_pool(max_loras=3)
-    states = {f"n{seed}": wrapped(r=2, seed=seed) for seed in range(6)}
-    config = CONFIG | {"r": 2, "lora_alpha": 2}
-    names = sorted(states)
-    verified = []
-
-    def work(seed):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(40):
-            name = names[int(torch.randint(len(names), (1,), generator=generator))]
-            try:
-                pool.add(name, states[name][0], config=config)
-            except (ValueError, RuntimeError) as error:
-                assert "already loaded" in str(error) or "no slot" in str(error)
-            try:
-                with pool.hold([name]):
-                    check(pool, name, states[name][1], 1.0)
-                    verified.append(name)
-                if seed == 0:
-                    pool.remove(name)
-            except (KeyError, RuntimeError) as error:
-                assert "no adapter" in str(error) or "in use" in str(error)
-
-    run_threads(work, 4)
-    assert len(verified) > 40 and len(pool) <= 3
