@@ -256,34 +256,24 @@ def test_shrinks_of_a_portable_gpu_are_portable():
             assert all(name.endswith("_sm80") for name in words[3:])
 
 
-DELTAS = {
-    (1, 16): "route - windows_48x16x4_sm80 thin_64x16_sm80 1",
-    (64, 64): "grouped - windows_48x64x4_sm80 thin_32x64_sm80 1",
-    (128, 16): "sorted sort_i32_2048_sm80 windows_48x16x4_sm80 thin_64x16_sm80 1",
-    (4096, 64): "sorted sort_i32_any_sm80 segments_160x64_sm90 64x64_sm80 1",
-}
+# One expert that all tokens choose: few long segments, which CTAs share.
+DENSE = {"experts": 1, "top_k": 1, "hidden": 4096, "inter": 2048}
+DELTAS = [
+    (1, 16, {}, "route - windows_48x16x4_sm80 thin_64x16_sm80 1"),
+    (64, 64, {}, "grouped - windows_48x64x4_sm80 thin_32x64_sm80 1"),
+    (128, 16, {}, "sorted sort_i32_2048_sm80 windows_48x16x4_sm80 thin_64x16_sm80 1"),
+    (4096, 64, {}, "sorted sort_i32_any_sm80 segments_160x64_sm90 64x64_sm80 1"),
+    (1, 16, DENSE, "route - windows_48x16x8_sm80 thin_64x16_sm80 1"),
+    (64, 64, DENSE, "grouped - windows_48x16x8_sm80 64x64_sm80 1"),
+    (256, 16, DENSE, "grouped - windows_48x16x8_sm80 64x16_sm80 1"),
+    (8192, 64, DENSE, "sorted sort_i32_16384_sm80 segments_160x64_sm90 64x64_sm80 1"),
+]
 
 
-@pytest.mark.parametrize("tokens, rank", DELTAS)
-def test_kernels_of_adapters_alone(tokens, rank):
-    words = answer(("cuda", 90), "delta", tokens=tokens, rank=rank)
-    assert strip(words) == DELTAS[tokens, rank]
-
-
-DENSE = {
-    (1, 16): "route - windows_48x16x8_sm80 thin_64x16_sm80 1",
-    (64, 64): "grouped - windows_48x16x8_sm80 64x64_sm80 1",
-    (256, 16): "grouped - windows_48x16x8_sm80 64x16_sm80 1",
-    (8192, 64): "sorted sort_i32_16384_sm80 segments_160x64_sm90 64x64_sm80 1",
-}
-
-
-@pytest.mark.parametrize("tokens, rank", DENSE)
-def test_kernels_of_the_adapters_of_a_dense_layer(tokens, rank):
-    """One expert that all tokens choose: few long segments, which CTAs share."""
-    shape = {"experts": 1, "top_k": 1, "hidden": 4096, "inter": 2048}
+@pytest.mark.parametrize("tokens, rank, shape, kernels", DELTAS)
+def test_kernels_of_adapters_alone(tokens, rank, shape, kernels):
     words = answer(("cuda", 90), "delta", tokens=tokens, rank=rank, **shape)
-    assert strip(words) == DENSE[tokens, rank]
+    assert strip(words) == kernels
 
 
 ORDER = 0  # of the words of a delta
