@@ -16,6 +16,7 @@ from gradient_cases import (
     saved_bytes,
 )
 from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
+from test_parallel import expert_parallel
 
 import moelora
 from moelora import _C
@@ -131,6 +132,25 @@ def test_one_of_more_pairs_than_a_sort_has_keys(place):
     spec = replace(TENANTS, tokens=1000, top_k=4, experts=64, hidden=64, inter=32)
     p, grad_out = problem(replace(spec, ranks=(8, 16, 3) * 40), place)
     assert_alone_in_another_stack(p, grad_out, [0, 50, 119])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_experts_spread_over_ranks(place):
+    """An expert's factors get the bits that they get among all experts; the rest adds up."""
+    device, dtype = place
+    p, grad_out = problem(replace(TENANTS, experts=6), ("cpu", dtype))
+    owner = torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.int32)
+    places = [p, *(expert_parallel(p, owner, rank) for rank in range(2))]
+    whole, *parts = [by_hand(part.to(device).kwargs(), grad_out.to(device)) for part in places]
+    bounds = (
+        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+    )
+    for name in ("hidden_states", "topk_weights"):
+        torch.testing.assert_close(sum(part[name] for part in parts), whole[name], **bounds)
+    for name, grad in factors(whole).items():
+        for rank, part in enumerate(parts):
+            local = grad[:, (owner == rank).to(device)]
+            assert local.any() and same_bits(part[name], local), name
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -286,6 +306,7 @@ def test_the_backward_of_autograd_may_overwrite_what_it_saved(place, name):
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(loss, given["hidden_states"])
     out, saved = moelora.fused_experts_lora_saving(**given)
+    assert not any(t.requires_grad for t in saved)
     before = [t.clone() for t in saved]
     out.backward(grad_out)
     assert all(same_bits(now, was) for now, was in zip(saved, before, strict=True))

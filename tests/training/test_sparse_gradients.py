@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from cases import Spec
+from test_backwards import SPARSE
 
 import moelora
 from moelora.operators.sparse import set_sparse
 from moelora.training import touched_pairs
-
-SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")
 
 
 def freed(ids):
@@ -42,7 +40,7 @@ def test_touched_pairs_of_other_shapes_are_refused():
 
 def test_pairs_of_a_call_that_is_refused():
     """The operator's own message, where torch would broadcast or read address 0."""
-    arguments = SPEC.build().kwargs()
+    arguments = SPARSE.build().kwargs()
     factors = {name: arguments[name].requires_grad_() for name in ("w2_lora_a", "w2_lora_b")}
     set_sparse(factors.values(), True)
     for changes, why in (

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Spec, same_bits
+from cases import same_bits
 from checks import largest_allocation
 from conftest import on_gpu
 from gradient_cases import FEW_PLACES, grad_like
 from projection_cases import DELTAS, FACTORS, as_list, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
+from test_backwards import SPARSE_SPECS
 
 import moelora
 from moelora.adapters.write import write
@@ -18,13 +19,6 @@ from moelora.training import Tenants, touched_pairs
 from moelora.training.tenants import tenants as module
 
 SPARSE = [p for p in PLACES if p.values[0][3]]
-SPEC = Spec(tokens=9, top_k=2, experts=5, hidden=72, inter=40, ranks=(8, 3, 16), mix="many")
-SPECS = {
-    "per_expert": SPEC,
-    "outer": replace(SPEC, sharing="outer", slices=1),
-    "remote": replace(SPEC, remote=2, routing="out_of_range"),
-    "no_rows": replace(SPEC, tokens=0),
-}
 
 
 # ---- by autograd ----
@@ -32,7 +26,7 @@ SPECS = {
 
 def calls(name, place):
     """(arguments, function of them, names of the factors, number of experts) of every operator."""
-    p = replace(SPECS[name], dtype=place[1]).build().to(place[0])
+    p = replace(SPARSE_SPECS[name], dtype=place[1]).build().to(place[0])
     layer = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
     yield p.kwargs(), moelora.fused_experts_lora, layer, p
     for projection, delta in DELTAS.items():
@@ -62,7 +56,7 @@ def gradients(arguments, function, names, grad_seed, sparse, wide=False):
     return [rows.grad, *(f.grad for f in factors)], factors
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", SPARSE_SPECS)
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_bits_of_dense_gradients(place, name):
     for arguments, function, names, p in calls(name, place):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import CUDA_DTYPES, needs_gpu
-from gradient_cases import flat, grad_like
+from gradient_cases import flat, grad_like, leaves
 from quantized_cases import ALL_FORMATS, NATIVE, build, dense, made
 from streams import Captured, no_waits
 
@@ -125,9 +125,9 @@ def test_a_large_batch_has_the_bits_of_smaller_ones(name):
 
 def peak_of(arguments, grad_out):
     """Bytes that a step takes above what is there before, and those of its gradients."""
-    leaves = by_name(arguments)
-    given = arguments | leaves
-    tensors = [t for v in leaves.values() for t in (v if isinstance(v, list) else [v])]
+    given = leaves(arguments)
+    each = (v if isinstance(v, list) else [v] for v in given.values())
+    tensors = [t for v in each for t in v if isinstance(t, torch.Tensor) and t.requires_grad]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -135,18 +135,6 @@ def peak_of(arguments, grad_out):
     torch.cuda.synchronize()
     took = torch.cuda.max_memory_allocated() - before
     return took, sum(t.grad.nbytes for t in tensors)
-
-
-def by_name(arguments):
-    """Leaves of all arguments that have gradients."""
-    names = ("hidden_states", "topk_weights", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
-    return {
-        n: [t.detach().requires_grad_() for t in v]
-        if isinstance(v, list)
-        else v.detach().requires_grad_()
-        for n, v in arguments.items()
-        if n in names
-    }
 
 
 def test_the_peak_of_a_step():
