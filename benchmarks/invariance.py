@@ -239,11 +239,12 @@ class Prover:
         return {n: run(self.pool.problem, everyone) for n, run in self.pool.operators.items()}
 
     def count(self, want: dict[str, Tensor], compositions: int) -> dict[str, Count]:
+        """Of so many compositions, the first of which is one token alone."""
         counts = {name: Count() for name in want}
-        for _ in range(compositions):
+        for number in range(compositions):
             if time.monotonic() > self.until:
                 break
-            tokens = draw(self.rng, self.size, MOST[self.device])
+            tokens = draw(self.rng, self.size, MOST[self.device]) if number else [0]
             index = torch.tensor(tokens, device=self.device)
             p = self.pool.compose(index)
             for name, run in self.pool.operators.items():

@@ -92,7 +92,7 @@ def problem_for(name: str, tokens: int) -> Problem:
 
 
 @pytest.mark.parametrize("device", [on_gpu("cuda")])
-@pytest.mark.parametrize("tokens", [1, 7, 33, 300])
+@pytest.mark.parametrize("tokens", [1, 7, 33, 300, 700])
 @pytest.mark.parametrize("name", RUNS)
 def test_replays(name, tokens, device):
     first = problem_for(name, tokens)

@@ -266,17 +266,6 @@ def test_nan_and_infinity(name, device, dtype):
         assert not torch.isfinite(got[3, 5])
 
 
-def test_a_row_does_not_know_its_batch():
-    """Of a layer on a CPU: no bits of a token come of how many others there are."""
-    for name in W8A8:
-        spec = Spec(tokens=70, hidden=320, inter=192, ranks=(16, 5), mix="many")
-        p = build(spec, FP8_FORMATS[name], torch.bfloat16)
-        whole = moelora.fused_experts_lora(**p.kwargs())
-        for tokens in (1, 3, 17):
-            few = {**p.kwargs(), **p.dense.prefix(tokens).kwargs(), "w13": p.w13, "w2": p.w2}
-            assert same_bits(moelora.fused_experts_lora(**few), whole[:tokens])
-
-
 @every_device
 def test_adapters_take_activations_as_they_are(device, dtype):
     """Base weights of zeros leave what adapters add to a call with weights in `dtype`."""
