@@ -1,14 +1,12 @@
 """Tokens that come batched by expert, with and without vLLM."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
-import batched_cases
 import pytest
 import torch
-from batched_cases import combine, dispatch, options
 from cases import Spec, same_bits
 from checks import assert_close_to_ref
-from ranks import ON_CPUS, run_ranks
 from vllm_layer import load
 
 from moelora import fused_experts_lora
@@ -17,10 +15,53 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 pytest_plugins = ["vllm_fixtures"]
 
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROWS = 11  # of each block, more than any expert gets
+# Of `fused_experts_lora`, and not of single rows.
+ROUTED = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids", "token_lora_mapping")
+ROUTED += ("expert_map", "apply_router_weight_on_input")
+OF_EXPERTS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b", "w13_bias", "w2_bias")
 
 
+def options(p):
+    """Those of the layer that both operators take."""
+    return {name: value for name, value in p.kwargs().items() if name not in ROUTED}
+
+
+def dispatch(p, first=0, experts=None):
+    """(hidden states, numbers of tokens, adapters, [(token, choice, expert, row)]) of a rank's
+    experts, as loops over rows. What no token fills is NaN, and adapter 0."""
+    experts = experts or p.spec.experts
+    x = p.hidden_states.new_full((experts, ROWS, p.hidden_states.size(1)), float("nan"))
+    counts = torch.zeros(experts, dtype=torch.int32)
+    mapping = torch.zeros(experts, ROWS, dtype=torch.int32)
+    places = []
+    for token, choices in enumerate(p.topk_ids.tolist()):
+        for choice, expert in enumerate(choices):
+            local = expert - first
+            if 0 <= local < experts:
+                row = int(counts[local])
+                x[local, row] = p.hidden_states[token]
+                if p.token_lora_mapping is not None:
+                    mapping[local, row] = p.token_lora_mapping[token]
+                places.append((token, choice, local, row))
+                counts[local] += 1
+    return x, counts.to(x.device), mapping.to(x.device), places
+
+
+def local_options(p, here):
+    """`options` of the experts of a rank, as views."""
+
+    def local(name, value):
+        if isinstance(value, list):
+            return [local(name, one) for one in value]
+        if value is None or (value.dim() == 4 and value.size(1) == 1):  # of all experts
+            return value
+        return value[here] if name.endswith("bias") else value[:, here]
+
+    return {n: local(n, v) if n in OF_EXPERTS else v for n, v in options(p).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -31,37 +72,40 @@ ROWS = 11  # of each block, more than any expert gets
     ],
     ids=str,
 )
-def test_a_row_is_what_its_choice_contributes(device_and_dtype, spec):
+def test_a_row_is_what_its_choice_contributes(device_and_dtype, spec, ranks):
+    """And the weighted sums of all ranks' rows are the layer's result."""
     device, dtype = device_and_dtype
-    p = Spec(**{**vars(spec), "dtype": dtype}).build().to(device)
-    x, counts, mapping, places = dispatch(p, 0, p.spec.experts, ROWS)
-    mapping = None if p.token_lora_mapping is None else mapping
-    more = options(p)
-    rows = batched_experts_lora(x, p.w13, p.w2, counts, mapping, **more)
-    assert rows.shape == x.shape
-    ones = p.topk_weights.new_ones(1, 1)
-    for token, choice, expert, row in places:
-        alone = fused_experts_lora(
-            p.hidden_states[token : token + 1],
-            p.w13,
-            p.w2,
-            ones,
-            p.topk_ids[token : token + 1, choice : choice + 1].contiguous(),
-            token_lora_mapping=None if mapping is None else p.token_lora_mapping[token : token + 1],
-            **more,
-        )
-        together = batched_experts_lora(x, p.w13, p.w2, counts, mapping, **more)
-        assert same_bits(together[expert, row], alone[0])
+    p = replace(spec, dtype=dtype).build().to(device)
+    experts, total = spec.experts // ranks, torch.zeros(p.hidden_states.shape, device=device)
+    for first in range(0, spec.experts, experts):
+        here = slice(first, first + experts)
+        x, counts, mapping, places = dispatch(p, first, experts)
+        mapping = None if p.token_lora_mapping is None else mapping
+        more = local_options(p, here)
+        rows = batched_experts_lora(x, p.w13[here], p.w2[here], counts, mapping, **more)
+        assert rows.shape == x.shape
+        for token, choice, expert, row in places:
+            alone = fused_experts_lora(
+                p.hidden_states[token : token + 1],
+                p.w13,
+                p.w2,
+                p.topk_weights.new_ones(1, 1),
+                p.topk_ids[token : token + 1, choice : choice + 1].contiguous(),
+                token_lora_mapping=mapping if mapping is None else mapping[expert, row : row + 1],
+                **options(p),
+            )
+            assert same_bits(rows[expert, row], alone[0])
+            total[token] += p.topk_weights[token, choice].float() * rows[expert, row].float()
     there, here = p.kwargs(), p.to("cpu").kwargs()
     ref, naive = fused_experts_lora_ref(**here), naive_fused_experts_lora(**there)
-    assert_close_to_ref(combine(p, rows, places).to(dtype), ref, naive, dtype)
+    assert_close_to_ref(total.to(dtype), ref, naive, dtype)
 
 
 def test_rows_without_tokens_are_not_read(device_and_dtype):
     """They are NaN here, and 0 in the result; numbers of tokens are on the device."""
     device, dtype = device_and_dtype
     p = Spec(tokens=9, mix="many", dtype=dtype).build().to(device)
-    x, counts, mapping, _ = dispatch(p, 0, p.spec.experts, ROWS)
+    x, counts, mapping, _ = dispatch(p)
     out = torch.full_like(x, float("nan"))
     got = batched_experts_lora(x, p.w13, p.w2, counts, mapping, out=out, **options(p))
     assert got is out and out.isfinite().all()
@@ -73,7 +117,7 @@ def test_rows_without_tokens_are_not_read(device_and_dtype):
 
 def test_arguments_are_refused_by_name():
     p = Spec(mix="absent").build()
-    x, counts, mapping, _ = dispatch(p, 0, p.spec.experts, ROWS)
+    x, counts, mapping, _ = dispatch(p)
 
     def refused(match, **changes):
         given = {"hidden_states": x, "w13": p.w13, "w2": p.w2, "expert_num_tokens": counts}
@@ -87,18 +131,6 @@ def test_arguments_are_refused_by_name():
     refused(r"out has shape \(4, 3, 64\)", out=x[:, :3])
     refused("out is not contiguous", out=x.transpose(1, 2).contiguous().transpose(1, 2))
     refused("expected 4 experts, as many as hidden_states has blocks", w13=p.w13[:2])
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param(ON_CPUS, id="cpu"),
-        pytest.param({}, marks=[pytest.mark.gpu, TWO], id="cuda"),
-    ],
-)
-def test_two_processes_exchange_tokens_and_adapters(environment):
-    lines = run_ranks(batched_cases.__file__, modules="moelora torch.distributed", **environment)
-    assert sorted(line.partition(":")[0] for line in lines) == ["rank 0", "rank 1"]
 
 
 # ---- in vLLM ----
@@ -158,12 +190,12 @@ def test_vllms_batched_layers_are_served(vllm, place):
     assert batched_class(vllm).__name__ == "BatchedTritonExpertsServed"
     p = Spec(tokens=9, mix="absent", bias=True, dtype=dtype).build().to(device)
     experts, call = batched_layer(vllm, p)
-    x, counts, _, places = dispatch(p, 0, p.spec.experts, ROWS)
+    x, counts, _, _ = dispatch(p)
     output, shapes = apply(vllm, experts, call, x, counts)
     assert shapes[:2] == ((0,), (0,)) and output.shape == x.shape
     wanted = batched_experts_lora(x, p.w13, p.w2, counts, w13_bias=p.w13_bias, w2_bias=p.w2_bias)
     assert same_bits(output, wanted)
-    assert combine(p, output, places).isfinite().all()
+    assert output.isfinite().all()
 
 
 def test_what_is_not_supported_runs_vllms_own_path(vllm, lines):
@@ -174,7 +206,7 @@ def test_what_is_not_supported_runs_vllms_own_path(vllm, lines):
     base = type(experts).__mro__[2]
     assert base.__name__ == "BatchedTritonExperts"
     vllm.monkeypatch.setattr(base, "apply", lambda self, *args: own.append(len(args)))
-    x, counts, _, _ = dispatch(p, 0, p.spec.experts, ROWS)
+    x, counts, _, _ = dispatch(p)
     _, shapes = apply(vllm, experts, call, x, counts)
     assert own == [15] and shapes[0] != (0,)
     assert lines[-1] == "moelora: there is no activation 'gelu'; vLLM's own path runs"
