@@ -3,11 +3,10 @@
 import logging
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from sglang_stand_in import HookRegistry, MoeRunner
-from stand_in import doctor_on
+from stand_in import ROOT, doctor_on
 
 import moelora
 import moelora.integrations.sglang as moelora_sglang
@@ -16,15 +15,16 @@ from moelora.integrations.sglang import interface
 pytest_plugins = ["sglang_fixtures"]
 
 
-SERVING = Path(__file__).parents[2] / "docs/serving.md"
+SERVING = ROOT / "docs/serving.md"
 
 
 @pytest.fixture
 def doctor(sglang, monkeypatch, capsys):
     """Runs `moelora doctor` on a machine with a GPU and SGLang; (exit status, lines)."""
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    entry = "moelora.integrations.sglang:register", "sglang.srt.plugins"
-    return doctor_on(monkeypatch, capsys, *entry, torch_version="2.14.1", sglang="0.5.23")
+    return doctor_on(
+        monkeypatch, capsys, "sglang.srt.plugins", torch_version="2.14.1", sglang="0.5.23"
+    )
 
 
 def test_doctor_says_which_layers_run(doctor):
@@ -37,8 +37,6 @@ def test_doctor_says_which_layers_run(doctor):
 
 
 HOOKS = "sglang.srt.plugins.hook_registry"
-
-
 ON = "plugin: on: SGLang loads the plugin in every process"
 
 

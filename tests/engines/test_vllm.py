@@ -1,6 +1,5 @@
 """The vLLM drop-in, on stand-ins of vLLM's interface, and on vLLM itself where that imports."""
 
-import importlib.metadata
 import logging
 import sys
 from dataclasses import replace
@@ -54,15 +53,6 @@ def test_the_interface_is_as_recorded(vllm):
     methods = {n: vllm.interface.problem(m) for n, m in vllm.methods.items()}
     absent = {name for name, problem in methods.items() if problem}
     assert absent in (set(), {"compressed_tensors"}, {"compressed_tensors_marlin"})
-
-
-def test_the_entry_point_is_declared():
-    tomllib = pytest.importorskip("tomllib")
-    with open(f"{__file__.rsplit('/', 3)[0]}/pyproject.toml", "rb") as file:
-        groups = tomllib.load(file)["project"]["entry-points"]
-    (name, value), *_ = groups["vllm.general_plugins"].items()
-    entry = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
-    assert entry.load().__name__ == "register"
 
 
 def test_the_log_says_once_that_it_serves_layers(vllm, lines, caplog):

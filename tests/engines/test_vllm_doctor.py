@@ -6,13 +6,12 @@ import logging
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import Spec
-from stand_in import doctor_on, installed
+from stand_in import ROOT, doctor_on, installed
 from vllm_layer import Layer, load, platform
 
 import moelora
@@ -21,7 +20,7 @@ from moelora.__main__ import main
 
 pytest_plugins = ["vllm_fixtures"]
 
-SERVING = Path(__file__).parents[2] / "docs/serving.md"
+SERVING = ROOT / "docs/serving.md"
 OWN = "vLLM's own path runs"
 
 
@@ -30,8 +29,9 @@ def doctor(vllm, monkeypatch, capsys):
     """Runs the command on a machine that has a GPU, a wheel and vLLM; (exit status, lines)."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     vllm.set("vllm.platforms", "current_platform", platform())
-    entry = "moelora.integrations.vllm:register", "vllm.general_plugins"
-    run = doctor_on(monkeypatch, capsys, *entry, torch_version="2.14.0", vllm="0.33.0")
+    run = doctor_on(
+        monkeypatch, capsys, "vllm.general_plugins", torch_version="2.14.0", vllm="0.33.0"
+    )
     run.report = load("moelora.integrations.vllm.report")
     return run
 

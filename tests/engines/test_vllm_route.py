@@ -1,15 +1,13 @@
 """`POST /v1/moelora/adapters`: what `update_adapters` does, for `vllm serve`."""
 
 import asyncio
-import importlib.metadata
 import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 import torch
+from stand_in import entry_point
 from test_vllm_update import BAD, given, serves, shared, versions, vllm_update  # noqa: F401
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LLM
@@ -37,11 +35,9 @@ class Server:
         self.loras = {}
         models = SimpleNamespace(lora_requests=self.loras, is_base_model=lambda n: n == "base")
         self.state = SimpleNamespace(openai_serving_models=models)
-        with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
-            points = tomllib.load(file)["project"]["entry-points"]["vllm.endpoint_plugins"]
-        name = "moelora_adapters"
-        plugin = importlib.metadata.EntryPoint(name, points[name], "vllm.endpoint_plugins").load()()
-        assert plugin.name == name and "moelora" not in points  # which alone adds no route
+        name = "moelora_adapters"  # not "moelora", which alone adds no route
+        plugin = entry_point("vllm.endpoint_plugins", name).load()()
+        assert plugin.name == name
         self.post = self._fastapi(plugin) if client == "fastapi" else self._asgi(plugin)
         self.plugin, self.args = plugin, SimpleNamespace(**{"api_server_count": 1} | args)
         self.start()

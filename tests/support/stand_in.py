@@ -6,10 +6,14 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+
+import tomllib
 
 from moelora.__main__ import main
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU = "NVIDIA H100 80GB HBM3"
 
 
@@ -54,9 +58,16 @@ def installed(monkeypatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def doctor_on(monkeypatch, capsys, plugin: str, group: str, torch_version: str, **versions: str):
+def entry_point(group: str, name: str = "moelora") -> importlib.metadata.EntryPoint:
+    """As pyproject.toml declares it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return importlib.metadata.EntryPoint(name, project["entry-points"][group][name], group)
+
+
+def doctor_on(monkeypatch, capsys, group: str, torch_version: str, **versions: str):
     """Runs `moelora doctor` on a machine with a GPU and an engine; (exit status, lines)."""
-    entries = [importlib.metadata.EntryPoint("moelora", plugin, group)]
+    entries = [entry_point(group)]
+    assert entries[0].load().__name__ == "register"
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
     installed(monkeypatch, **versions)
     monkeypatch.setattr("moelora.commands.doctor.kernels", lambda: (f"correct on {GPU}", True))
