@@ -257,31 +257,47 @@ def test_the_log_says_that_it_is_on(backend, sglang, caplog):
     ]
 
 
-@pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
-def test_switched_off(value, sglang, monkeypatch):
-    monkeypatch.setenv("MOELORA_SGLANG", value)
-    HookRegistry.hooks.clear()
-    moelora_sglang.register()
-    assert not HookRegistry.hooks
+def build(with_cuda, gpus):
+    def change(patch):
+        patch.setattr("moelora._C.WITH_CUDA", with_cuda)
+        patch.setattr("torch.cuda.device_count", lambda: gpus)
+
+    return change
+
+
+HOOKS = "sglang.srt.plugins.hook_registry"
 
 
 @pytest.mark.parametrize(
-    "with_cuda, gpus, why",
-    [(0, 1, "this build of moelora has no CUDA kernels"), (1, 0, "there is no GPU")],
+    ("change", "said"),
+    [
+        *(
+            (lambda patch, v=value: patch.setenv("MOELORA_SGLANG", v), f"MOELORA_SGLANG={value}")
+            for value in ("0", "false", "OFF", "no")
+        ),
+        (build(0, 1), "this build of moelora has no CUDA kernels"),
+        (build(1, 0), "there is no GPU; SGLang's own path runs"),
+        (
+            lambda patch: patch.setattr(moelora_sglang, "problem_here", lambda: 1 / 0),
+            "could not register: ZeroDivisionError: division by zero; SGLang's own path runs",
+        ),
+        (
+            lambda patch: patch.setitem(sys.modules, HOOKS, None),
+            f"there is no {HOOKS}.HookRegistry.register; SGLang's own path runs",
+        ),
+    ],
 )
-def test_without_kernels_or_a_gpu_it_is_left_alone(
-    sglang, monkeypatch, caplog, with_cuda, gpus, why
-):
-    monkeypatch.setattr("moelora._C.WITH_CUDA", with_cuda)
+def test_sglang_is_left_as_it_was(change, said, sglang, monkeypatch, caplog):
+    change(monkeypatch)
     monkeypatch.setattr("moelora._C.has_cuda", lambda: pytest.fail("that initializes CUDA"))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     HookRegistry.hooks.clear()
-    for _ in range(2):
+    with caplog.at_level(logging.INFO, "sglang.moelora"):
         moelora_sglang.register()
-    assert not HookRegistry.hooks
+        if "MOELORA" not in said:
+            moelora_sglang.register()
     (line,) = caplog.messages
-    assert why in line
-    assert line.endswith("; SGLang's own path runs")
+    assert said in line
+    assert not HookRegistry.hooks
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Problem, Spec, random_specs, same_bits
+from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty, naming
 
 import moelora
@@ -20,28 +20,17 @@ from moelora.reference.delta import (
 )
 
 SPEC = Spec(tokens=9, slices=1, ranks=(8, 3, 16))
+NAMES = (
+    "plain one_token empty_batch odd_sizes rank_zero mixed_ranks spare_rank many_rows half_base "
+    "many_experts same_expert_chosen_twice disabled_adapters int64_ids no_token_has_an_adapter "
+    "shared_outer stride_zero_experts strided scalings_absent ranks_absent"
+).split()
 SPECS = {
-    "plain": SPEC,
-    "one_token": replace(SPEC, tokens=1, mix="one"),
-    "empty_batch": replace(SPEC, tokens=0),
-    "odd_sizes": replace(SPEC, hidden=33, inter=7, top_k=3, ranks=(5, 1)),
-    "rank_zero": replace(SPEC, ranks=(0, 8), mix="all_different"),
     "large_ranks": replace(SPEC, ranks=(512, 17), hidden=96),
-    "spare_rank": replace(SPEC, spare_rank=5),
-    "many_rows": replace(SPEC, tokens=150, mix="half_base"),
-    "many_experts": replace(SPEC, experts=64, top_k=8, tokens=40),
-    "same_expert_twice": replace(SPEC, top_k=3, routing="one_expert"),
-    "disabled": replace(SPEC, mix="disabled", tokens=14),
     "out_of_range": replace(SPEC, mix="out_of_range", routing="out_of_range", tokens=24),
-    "every_expert_out_of_range": replace(SPEC, routing="all_skipped"),
-    "nobody": replace(SPEC, mix="none"),
-    "shared_outer": replace(SPEC, sharing="outer"),
-    "stride_zero_experts": replace(SPEC, sharing="expanded"),
-    "strided": replace(SPEC, strided=8, tokens=20),
-    "int64_ids": replace(SPEC, int64_ids=True),
-    "scalings_absent": replace(SPEC, scalings=False),
-    "ranks_absent": replace(SPEC, ranks=(8, 8), pass_ranks=False),
+    "all_skipped": replace(SPEC, routing="all_skipped"),
 }
+SPECS |= {name: replace(EDGE_CASES[name], slices=1) for name in NAMES}
 
 
 def info(p: Problem) -> moelora.MoELoRABatchInfo:

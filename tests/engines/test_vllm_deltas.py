@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import Spec, same_bits
+from cases import EDGE_CASES, Spec, same_bits
 from vllm_hooks import LISTS, Deltas, Own
 from vllm_layer import load
 
@@ -10,14 +10,12 @@ pytest_plugins = ["vllm_fixtures"]
 
 SPECS = {
     "several_adapters": Spec(mix="many", tokens=17, ranks=(8, 8, 8)),
-    "mixed_ranks": Spec(mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8),
-    "half_base": Spec(mix="half_base", tokens=9),
-    "disabled": Spec(mix="disabled", tokens=12, ranks=(8, 4, 16)),
-    "shared_outer": Spec(sharing="outer", tokens=8),
-    "three_d": Spec(slices=1, tokens=8),
-    "expert_map": Spec(remote=4, tokens=10, top_k=3),
-    "one_token": Spec(tokens=1, mix="one"),
+    "mixed_ranks_and_room": Spec(
+        mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8
+    ),
 }
+NAMES = ("half_base", "disabled_adapters", "shared_outer", "one_slice", "expert_map", "one_adapter")
+SPECS |= {name: EDGE_CASES[name] for name in NAMES}
 
 
 @pytest.fixture
