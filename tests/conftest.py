@@ -25,19 +25,21 @@ def on_gpu(*values, **kwargs):
     return pytest.param(*values, marks=[pytest.mark.gpu, needs_gpu], **kwargs)
 
 
-@pytest.fixture(params=["cpu", on_gpu("cuda")])
+DEVICES = ["cpu", on_gpu("cuda")]
+# Every device with every compute dtype that its backend has.
+PLACES = [
+    *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
+    *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
+]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request) -> str:
     return request.param
 
 
-@pytest.fixture(
-    params=[
-        *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
-        *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
-    ]
-)
+@pytest.fixture(params=PLACES)
 def device_and_dtype(request) -> tuple[str, torch.dtype]:
-    """Every device with every compute dtype that its backend has."""
     return request.param
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import OAI, Spec, same_bits
-from glue_cases import DEVICES, LORAS, E, inputs
+from conftest import DEVICES
+from glue_cases import LORAS, E, inputs
 from quantized_cases import ALL_FORMATS, build
 from torch._dynamo.testing import CompileCounterWithBackend
 

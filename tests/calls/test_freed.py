@@ -9,7 +9,8 @@ import copy
 import pytest
 import torch
 from cases import same_bits
-from glue_cases import DEVICES, E, I, K, R, inputs, op_calls, operator, tensors_in, with_another
+from conftest import DEVICES
+from glue_cases import E, I, K, R, inputs, op_calls, operator, tensors_in, with_another
 
 import moelora
 from moelora.operators import trace

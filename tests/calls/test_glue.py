@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import DEVICES
 from glue_cases import (
-    DEVICES,
     TOP_K,
     E,
     I,

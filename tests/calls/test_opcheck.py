@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from conftest import DEVICES
 from covering import extent
-from glue_cases import DEVICES, op_calls, operator
+from glue_cases import op_calls, operator
 
 import moelora  # noqa: F401
 

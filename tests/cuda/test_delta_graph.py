@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Problem, Spec, same_bits
-from conftest import on_gpu
+from conftest import DEVICES, on_gpu
 from delta_cases import Lists, delta_kwargs, delta_operator
-from glue_cases import DEVICES
 from streams import Captured, busy_stream
 from test_graph import SLOTS, layer_problem, overwrite, variations
 from test_sglang_ops import RUN, buffers, info

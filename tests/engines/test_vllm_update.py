@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import needs_gpu
+from conftest import DEVICES
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, R
 
@@ -157,7 +157,7 @@ def handle_module():
     return load(f"{HERE}.handles")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.fixture(params=DEVICES)
 def other_process(request):
     """What a trainer in another process has put into its queue, and how to answer it."""
     context = multiprocessing.get_context("spawn")

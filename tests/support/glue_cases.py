@@ -1,13 +1,6 @@
 """Small valid argument lists of every compiled operator, for tests of the boundary itself."""
 
-import pytest
 import torch
-
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 M, TOP_K, E, K, I, R, LORAS = 6, 2, 4, 64, 64, 4, 2
 

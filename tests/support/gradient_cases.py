@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch
-from cases import DTYPES, Spec
+from cases import Spec
 from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref
-from conftest import CUDA_DTYPES, on_gpu
+from conftest import PLACES
 from torch import Tensor
 
 import moelora
@@ -292,11 +291,5 @@ def hold_draws(sample, dtype) -> dict[str, float]:
         return assert_samples(samples, dtype)
 
 
-# Where there is a backward. Bodies take a device, so that they run on others when these have one.
-DEVICES = ["cpu", on_gpu("cuda")]
-PLACES = [
-    *(pytest.param(("cpu", d), id=f"cpu-{str(d)[6:]}") for d in DTYPES),
-    *(on_gpu(("cuda", d), id=f"cuda-{str(d)[6:]}") for d in CUDA_DTYPES),
-]
 # Of each device one of few bits, and float32.
 FEW_PLACES = [PLACES[0], PLACES[1], PLACES[3]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm_stand_in
 from cases import Problem, Spec
-from conftest import needs_gpu
+from conftest import DEVICES
 from stand_in import modules
 from vllm_layer import HERE, VLLM, Layer, drop, load
 
@@ -45,7 +45,7 @@ def served(vllm):
     return vllm.register()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.fixture(params=DEVICES)
 def place(request, vllm):
     """(device, dtype) that fits the engine: an installed vLLM is only tried on the CPU here."""
     if request.param == "cpu":

@@ -8,11 +8,10 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from checks import guarded_empty
-from conftest import on_gpu
+from conftest import PLACES, on_gpu
 from gradient_cases import FACTORS as FACTORS_OF_LAYER
 from gradient_cases import (
     FEW_PLACES,
-    PLACES,
     assert_gradients,
     assert_samples,
     flat,

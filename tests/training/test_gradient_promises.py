@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Problem, Spec, same_bits
-from conftest import on_gpu
+from conftest import PLACES, on_gpu
 from gradient_cases import (
     FEW_PLACES,
-    PLACES,
     by_autograd,
     by_hand,
     flat,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import ACTIVATIONS, EDGE_CASES, Spec, random_specs, same_bits
 from checks import naming
+from conftest import PLACES
 from covering import extent
 from gradient_cases import (
     FEW_PLACES,
-    PLACES,
     assert_accurate_on_average,
     assert_gradients,
     by_autograd,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import on_gpu
+from conftest import DEVICES
 from gradient_cases import FACTORS, assert_gradients, grad_like, leaves
 from test_sampler_bits import WEIGHTS, draw_weights
 
@@ -11,7 +11,6 @@ from moelora.training import LoraSlot, MultiLoraExperts, Tenants, set_adapters
 
 E, TOP_K, K, I, SLOTS = 8, 2, 256, 128, 3  # noqa: E741
 RANKS = (16, 3, 8)
-DEVICES = ["cpu", on_gpu("cuda")]
 
 
 def experts(weights, device, slots=SLOTS, dtype=torch.bfloat16, **options):

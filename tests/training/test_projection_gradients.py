@@ -8,10 +8,8 @@ import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
 from checks import naming
-from conftest import CUDA_DTYPES, on_gpu
+from conftest import CUDA_DTYPES, DEVICES, PLACES, on_gpu
 from gradient_cases import (
-    DEVICES,
-    PLACES,
     assert_accurate_on_average,
     assert_samples,
     grad_like,
