@@ -7,10 +7,9 @@ import pytest
 import torch
 from cases import Spec
 from small_models import config
-from test_vllm_fp8 import FP8, Fp8Layer
 from transformers import AutoModelForCausalLM
 from vllm_layer import Layer
-from vllm_quantized import KINDS, QuantizedLayer, Routed
+from vllm_quantized import FP8, KINDS, Routed, quantized_layer
 from vllm_stand_in_lora import LLMEngine
 
 import moelora.integrations.transformers as mt
@@ -29,7 +28,7 @@ def layer_of(vllm, kind, seed):
     options = {"activation": "swigluoai", "bias": True, "slices": 1} if gpt_oss else {}
     spec = replace(SPEC, **options, seed=seed)
     if not kind.startswith("16 bits"):
-        made = (Fp8Layer if kind in FP8 else QuantizedLayer)(vllm, kind, spec)
+        made = quantized_layer(vllm, kind, spec)
         made.routed.quant_method = made.method
         return made.routed, (made.p.w13, made.p.w2)
     made = Layer(vllm, spec.build())

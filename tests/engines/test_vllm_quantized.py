@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Spec
-from test_vllm_fp8 import FP8, Fp8Layer
+from cases import Spec, same_bits
 from vllm_layer import HERE, Layer, load
-from vllm_quantized import KINDS, QuantizedLayer, Routed, check_base_rows
+from vllm_quantized import FP8, KINDS, Fp8Layer, QuantizedLayer, Routed, quantized_layer
 
+import moelora
 from benchmarks.tables import models
 
 pytest_plugins = ["vllm_fixtures"]
@@ -18,10 +18,11 @@ BF16 = torch.bfloat16
 PLAIN = Spec(tokens=9, hidden=64, inter=96, dtype=BF16)
 OURS, OWN = "QuantizedExpertsWithLoRA", object()
 GPT_OSS = replace(PLAIN, activation="swigluoai", bias=True, slices=1)
+OF_FP8 = replace(PLAIN, hidden=256, inter=128, mix="all_different")
 
 
 def spec_of(kind: str, **options) -> Spec:
-    return replace(GPT_OSS if kind == "gpt_oss" else PLAIN, **options)
+    return replace(GPT_OSS if kind == "gpt_oss" else OF_FP8 if kind in FP8 else PLAIN, **options)
 
 
 @pytest.fixture(params=KINDS)
@@ -29,30 +30,54 @@ def kind(request):
     return request.param
 
 
-@pytest.mark.parametrize("mix", ["absent", "all_different"])
-def test_a_layer_is_what_the_reference_says(vllm, lines, kind, mix):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mix": "absent"},
+        {"remote": 4, "top_k": 3},
+        {"sharing": "outer"},
+        {"dtype": torch.float16},
+        {"hidden": 160, "mix": "all_different"},
+    ],
+    ids=str,
+)
+def test_a_layer_is_what_the_reference_says(vllm, lines, kind, options):
+    """vLLM's kernels round 2880 up to 3072 and 2944; ours take what blocks of 32 allow."""
     vllm.register()
-    layer = QuantizedLayer(vllm, kind, spec_of(kind, mix=mix))
+    spec = spec_of(kind, **options)
+    layer = QuantizedLayer(vllm, kind, spec)
     assert type(layer.experts).__name__ == OURS
-    if mix != "absent":
+    routed = layer.routed
+    assert (routed.hidden_size, routed.intermediate_size_per_partition) == (spec.hidden, spec.inter)
+    if spec.mix != "absent":
         layer.step()
     layer.check(layer())
     assert vllm.own_calls == 0
     assert lines == []
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gptq", "nvfp4_modelopt"])
-def test_float16(vllm, kind):
+@pytest.mark.parametrize("options", [{}, {"remote": 4, "top_k": 3}, {"sharing": "outer"}])
+@pytest.mark.parametrize("backend", ["TRITON", "MARLIN"])
+@pytest.mark.parametrize("scheme", FP8)
+def test_a_layer_of_fp8_is_what_the_operator_gives(
+    vllm, lines, monkeypatch, scheme, backend, options
+):
     vllm.register()
-    layer = QuantizedLayer(vllm, kind, spec_of(kind, dtype=torch.float16)).step()
-    layer.check(layer())
-
-
-@pytest.mark.parametrize("options", [{"remote": 4, "top_k": 3}, {"sharing": "outer"}])
-def test_the_rest_of_a_layer(vllm, kind, options):
-    vllm.register()
-    layer = QuantizedLayer(vllm, kind, spec_of(kind, **options)).step()
-    layer.check(layer())
+    monkeypatch.setattr(Fp8Layer, "backend", backend)
+    layer = Fp8Layer(vllm, scheme, spec_of(scheme, **options)).step()
+    assert type(layer.experts).__name__ == OURS
+    weights = {name: layer.weights(name) for name in ("w13", "w2")}
+    scalings = layer.p.lora_scalings
+    assert scalings is None or not torch.equal(scalings, torch.ones_like(scalings))
+    stacks = {
+        name: getattr(layer.lora, f"{name}_stacked")
+        for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
+    }
+    arguments = layer.p.kwargs() | weights | stacks
+    wanted = moelora.fused_experts_lora(**arguments | {"lora_scalings": None})
+    assert same_bits(layer(), wanted)
+    assert lines == []
+    assert {n for n, _ in layer.routed.named_parameters()} == {"w13_weight", "w2_weight"}
 
 
 class MixedLayer(QuantizedLayer):
@@ -85,8 +110,14 @@ def test_adapters_of_gate_and_up_where_rows_alternate(vllm, lines):
     assert vllm.own_calls == 0 and lines == []
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *FP8])
 def test_base_rows_keep_their_bits(vllm, kind):
-    check_base_rows(QuantizedLayer, vllm, kind, spec_of(kind))
+    vllm.register()
+    layer = quantized_layer(vllm, kind, spec_of(kind, mix="half_base")).step()
+    plain = quantized_layer(vllm, kind, spec_of(kind, mix="absent"))()
+    bases = layer.p.token_lora_mapping < 0
+    assert bases.any()
+    assert same_bits(layer()[bases], plain[bases])
 
 
 def test_nothing_of_the_loader_stays(vllm, kind):
@@ -98,15 +129,6 @@ def test_nothing_of_the_loader_stays(vllm, kind):
     assert held == {"w13_weight", "w2_weight"} | biases
     assert layer.routed.w13_weight.dtype == torch.uint8
     assert sum(t.nbytes for t in layer.routed.parameters()) < 1.1 * layer.loaded_bytes
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
-def test_sizes_are_not_rounded_up(vllm, kind):
-    """vLLM's kernels round 2880 up to 3072 and 2944; ours take what blocks of 32 allow."""
-    vllm.register()
-    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=160, inter=96))
-    assert (layer.routed.hidden_size, layer.routed.intermediate_size_per_partition) == (160, 96)
-    layer.check(layer.step()())
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
@@ -157,30 +179,27 @@ def theirs(layer, lines, reason):
     assert sum(t.nbytes for t in layer.routed.parameters()) == layer.loaded_bytes
 
 
-def test_a_backend_that_was_asked_for(own, lines, kind):
-    layer = QuantizedLayer(own, kind, spec_of(kind), moe_backend="marlin")
-    theirs(layer, lines, "moe_backend='marlin' is asked for")
+def offload(layer):
+    next(layer.parameters())._vllm_is_uva_offloaded = True
 
 
-def test_an_exchange_that_triton_experts_do_not_support(own, lines, kind):
-    """vLLM asks a class before it selects it; moelora's comes in after that."""
+EXCHANGE = "flashinfer_nvlink_one_sided"
+# Options of a layer, and why vLLM's own path runs it. vLLM asks a class whether it supports an
+# exchange before it selects it; moelora's comes in after that.
+STAYS = {
+    "backend": ({"moe_backend": "marlin"}, "moe_backend='marlin' is asked for"),
+    "exchange": (
+        {"exchange": EXCHANGE},
+        f"TritonExperts does not take tokens from the exchange {EXCHANGE}",
+    ),
+    "offloaded": ({"changes": offload}, "the expert weights are in host memory"),
+}
 
-    class Exchanged(QuantizedLayer):
-        def make_method(self):
-            self.moe_config.moe_parallel_config.all2all_backend = "flashinfer_nvlink_one_sided"
-            return super().make_method()
 
-    layer = Exchanged(own, kind, spec_with_a_way_back(kind))
-    exchange = "the exchange flashinfer_nvlink_one_sided"
-    theirs(layer, lines, f"TritonExperts does not take tokens from {exchange}")
-
-
-def test_weights_in_host_memory(own, lines, kind):
-    def offload(layer):
-        next(layer.parameters())._vllm_is_uva_offloaded = True
-
-    layer = QuantizedLayer(own, kind, spec_with_a_way_back(kind), changes=offload)
-    theirs(layer, lines, "the expert weights are in host memory")
+@pytest.mark.parametrize("why", STAYS)
+def test_what_stays_with_vllm(own, lines, kind, why):
+    options, reason = STAYS[why]
+    theirs(QuantizedLayer(own, kind, spec_with_a_way_back(kind), **options), lines, reason)
 
 
 def spec_with_a_way_back(kind):
@@ -196,12 +215,11 @@ def test_formats_by_activation_are_those_of_the_table_of_models(own, activation)
     spec = replace(spec, slices=1 if activation != "silu" else 2, bias=bias)
     layer = Layer(own, spec.build())
     taken = {"bf16"} if layer.experts.reason_against(layer.activation) is None else set()
-    for cls, kinds in ((QuantizedLayer, KINDS), (Fp8Layer, FP8)):
-        for kind in kinds:
-            layer = cls(own, kind, spec)
-            if layer.experts is not OWN:
-                name = load(f"{HERE}.formats").FORMATS[cls.kinds[kind].methods[-1]].about
-                taken.add(name.partition(",")[0].partition(" ")[0])
+    for kind in (*KINDS, *FP8):
+        layer = quantized_layer(own, kind, spec)
+        if layer.experts is not OWN:
+            name = load(f"{HERE}.formats").FORMATS[layer.kind.methods[-1]].about
+            taken.add(name.partition(",")[0].partition(" ")[0])
     assert taken == set(models.TAKEN["vLLM"][activation])
 
 

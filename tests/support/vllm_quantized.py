@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from cases import Spec, same_bits
+from cases import Spec
 from quantized_cases import Format, Numbers, by_bytes, by_words, fitted, quantize
 from torch import Tensor, nn
 from vllm_layer import VLLM, Layer, load
 
+from moelora import QuantizedWeights
 from moelora.weights.readers import AWQ_ORDER
 
 
@@ -100,6 +101,7 @@ class QuantizedLayer(Layer):
         self.moe_backend = config.pop("moe_backend", "auto")
         self.subclass = config.pop("subclass", False)
         self.use_a16 = config.pop("use_a16", False)
+        self.exchange = config.pop("exchange", "allgather_reducescatter")
         super().__init__(vllm, replace(p, **dense), device, **config)
 
     def quantize(self, weights: Tensor, name: str, seed: int):
@@ -117,6 +119,7 @@ class QuantizedLayer(Layer):
         p = self.p
         moe = self.moe_config
         moe.moe_backend = self.moe_backend
+        moe.moe_parallel_config.all2all_backend = self.exchange
         self.routed = layer = Routed(moe)
         self.method = self.make_method()
         parallel = moe.moe_parallel_config
@@ -245,14 +248,72 @@ class QuantizedLayer(Layer):
         return super().__call__(**weights | changes)
 
 
-def check_base_rows(cls: type[QuantizedLayer], vllm: VLLM, kind: str, spec: Spec) -> None:
-    """Rows without an adapter have the bits that they have in a layer without adapters."""
-    vllm.register()
-    layer = cls(vllm, kind, replace(spec, mix="half_base")).step()
-    plain = cls(vllm, kind, replace(spec, mix="absent"))()
-    bases = layer.p.token_lora_mapping < 0
-    assert bases.any()
-    assert same_bits(layer()[bases], plain[bases])
+FP8 = {
+    "fp8_block": ("fp8", [128, 128]),
+    "fp8_tensor": ("fp8", None),
+    "fp8_static": ("fp8", None),
+    "fp8_compressed_block": ("fp8_compressed_tensors", [128, 128]),
+    "fp8_compressed_channel": ("fp8_compressed_tensors", None),
+}
+INPUT_SCALES = {"w13": torch.tensor(0.02), "w2": torch.tensor(0.03)}
+
+
+class Fp8Layer(QuantizedLayer):
+    """`numbers` are (e4m3, scales) of w13 and w2."""
+
+    backend = "TRITON"
+    kinds = {kind: Kind((method,), None) for kind, (method, _) in FP8.items()}
+
+    def __init__(self, vllm, kind, spec, **config):
+        self.scheme, self.block = kind, FP8[kind][1]
+        super().__init__(vllm, kind, spec, **config)
+
+    def quantize(self, weights, name, seed):
+        n, k = self.block or (weights.size(1) // self.halves[name], weights.size(2))
+        n = 1 if self.scheme == "fp8_compressed_channel" else n
+        blocks = weights.float().unflatten(2, (-1, k)).unflatten(1, (-1, n))
+        scales = blocks.abs().amax((2, 4)).clamp(min=1e-6) / 448
+        numbers = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        return SimpleNamespace(
+            q=numbers.flatten(1, 2).flatten(2), scales=scales, dequantized=weights.to
+        )
+
+    def arguments(self):
+        quant = SimpleNamespace(
+            weight_block_size=self.block,
+            activation_scheme="static" if self.scheme == "fp8_static" else "dynamic",
+            is_checkpoint_fp8_serialized=True,
+        )
+        strategy = "block" if self.block else "channel"
+        weights = SimpleNamespace(strategy=strategy, block_structure=self.block, dynamic=False)
+        inputs = SimpleNamespace(strategy="group" if self.block else "token", dynamic=True)
+        return {"quant_config": quant, "weight_quant": weights, "input_quant": inputs}
+
+    def load_numbers(self, name, numbers):
+        get = self.routed.get_parameter
+        get(f"{name}_weight").data.copy_(numbers.q)
+        scale = "weight_scale_inv" if self.scheme == "fp8_block" else "weight_scale"
+        target = get(f"{name}_{scale}").data
+        target.copy_(numbers.scales.view(target.shape))
+        if self.scheme == "fp8_static":
+            get(f"{name}_input_scale").data.fill_(INPUT_SCALES[name])
+
+    def weights(self, name):
+        """The same numbers as a user of the operators would bring them."""
+        n = self.numbers[name]
+        options = {"gate_up": "concatenated" if name == "w13" else None}
+        if self.backend == "MARLIN":
+            options["activations"] = "native"
+        if self.block:
+            return QuantizedWeights.from_fp8_block(n.q, n.scales, **options)
+        if self.scheme == "fp8_compressed_channel":
+            return QuantizedWeights.from_fp8_channel(n.q, n.scales, **options)
+        scale = float(INPUT_SCALES[name]) if self.scheme == "fp8_static" else None
+        return QuantizedWeights.from_fp8_tensor(n.q, n.scales.squeeze(2), scale, **options)
+
+
+def quantized_layer(vllm: VLLM, kind: str, *args, **config) -> QuantizedLayer:
+    return (Fp8Layer if kind in FP8 else QuantizedLayer)(vllm, kind, *args, **config)
 
 
 def write(parameter: Tensor, tensor: Tensor, halves: bool) -> None:

@@ -30,6 +30,8 @@ def zeros(*shape, dtype=torch.uint8):
 
 
 class _Method:
+    place: str  # its module
+    backends: dict[str, Enum] = {}  # chosen by functions of these names there
     attributes: dict[str, object] = {}  # of its parameters, beside those of the call
 
     def __init__(self, moe):
@@ -41,9 +43,9 @@ class _Method:
 
     process_weights_after_loading = takes("self layer")
 
-    def chosen(self, name, place, **options):
-        """(backend, class of experts), by a function of the method's module."""
-        return getattr(sys.modules[place], name)(**options)
+    def chosen(self, **options):
+        """(backend, class of experts), by the first function of the method's module."""
+        return getattr(sys.modules[self.place], next(iter(self.backends)))(**options)
 
     def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
         gate_and_up = 2 if self.moe.is_act_and_mul else 1
@@ -76,12 +78,12 @@ class Mxfp4MoeBackend(Enum):
 
 
 class GptOssMxfp4MoEMethod(_Method):
-    select = "select_mxfp4_moe_backend"
+    place = f"{QUANT}.mxfp4"
+    backends = {"select_mxfp4_moe_backend": Mxfp4MoeBackend.MARLIN}
 
     def __init__(self, moe):
         super().__init__(moe)
-        choice = self.chosen(self.select, f"{QUANT}.mxfp4", config=moe)
-        self.mxfp4_backend, self.experts_cls = choice
+        self.mxfp4_backend, self.experts_cls = self.chosen(config=moe)
 
     def maybe_roundup_sizes(self, hidden_size, intermediate_size, act_dtype, parallel_config):
         if self.mxfp4_backend is Mxfp4MoeBackend.EMULATION:
@@ -95,10 +97,11 @@ class GptOssMxfp4MoEMethod(_Method):
 
 
 class Mxfp4MoEMethod(GptOssMxfp4MoEMethod):
-    select = "select_deepseek_v4_mxfp4_moe_backend"
+    backends = {"select_deepseek_v4_mxfp4_moe_backend": Mxfp4MoeBackend.MARLIN}
 
 
 class CompressedTensorsW4A4Mxfp4MoEMethod(_Method):
+    place = f"{COMPRESSED}_w4a4_mxfp4"
     use_cutlass_mxfp4 = False
 
     def parts(self, shards, rows, columns, dtype):
@@ -112,12 +115,12 @@ class NvFp4MoeBackend(Enum):
 
 
 class _NvFp4Method(_Method):
+    backends = {"select_nvfp4_moe_backend": NvFp4MoeBackend.MARLIN}
     packed, of_tensor, of_input = "weight", "weight_scale_2", "input_scale"
 
     def select(self, use_a16):
         self.use_a16 = use_a16
-        choice = self.chosen("select_nvfp4_moe_backend", self.place, config=self.moe)
-        self.nvfp4_backend, self.experts_cls = choice
+        self.nvfp4_backend, self.experts_cls = self.chosen(config=self.moe)
 
     def parts(self, shards, rows, columns, dtype):
         return {
@@ -148,6 +151,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(_NvFp4Method):
 
 
 class AutoGPTQMoEMethod(_Method):
+    place = f"{QUANT}.auto_gptq"
     attributes = {"is_transposed": True}
     indices = True  # 0.26
 
@@ -169,12 +173,8 @@ class AutoGPTQMoEMethod(_Method):
         return found | {"g_idx": indices, "g_idx_sort_indices": indices}
 
 
-class AutoAWQMoEMethod(_Method):
-    attributes = {"is_transposed": True}
-
-    def __init__(self, quant_config, moe):
-        super().__init__(moe)
-        self.quant_config = quant_config
+class AutoAWQMoEMethod(AutoGPTQMoEMethod):
+    place = f"{QUANT}.auto_awq"
 
     def parts(self, shards, rows, columns, dtype):
         groups = columns // self.quant_config.group_size
@@ -186,6 +186,7 @@ class AutoAWQMoEMethod(_Method):
 
 
 class CompressedTensorsWNA16MarlinMoEMethod(_Method):
+    place = f"{COMPRESSED}_wna16_marlin"
     attributes = {"is_transposed": True}
 
     def __init__(self, weight_quant, input_quant, moe, layer_name=None):
@@ -208,6 +209,7 @@ class CompressedTensorsWNA16MarlinMoEMethod(_Method):
 
 
 class CompressedTensorsWNA16MoEMethod(CompressedTensorsWNA16MarlinMoEMethod):
+    place = f"{COMPRESSED}_wna16"
     attributes = {"is_transposed": False}
 
 
@@ -217,13 +219,13 @@ class Fp8MoeBackend(Enum):
 
 
 class _Fp8Method(_Method):
+    backends = {"select_fp8_moe_backend": Fp8MoeBackend.TRITON}
     scale, static = "weight_scale", False
 
     def select(self, weight_block_size):
         self.weight_block_size = weight_block_size
         self.block_quant = weight_block_size is not None
-        choice = self.chosen("select_fp8_moe_backend", self.place)
-        self.fp8_backend, self.experts_cls = choice
+        self.fp8_backend, self.experts_cls = self.chosen()
 
     def parts(self, shards, rows, columns, dtype):
         scales = self.by_tensor_or_channel(shards, rows)
@@ -266,43 +268,22 @@ class CompressedTensorsW8A8Fp8MoEMethod(_Fp8Method):
         return rows, 1
 
 
+METHODS = (
+    *(GptOssMxfp4MoEMethod, Mxfp4MoEMethod, CompressedTensorsW4A4Mxfp4MoEMethod),
+    *(ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod, AutoAWQMoEMethod),
+    *(Fp8MoEMethod, CompressedTensorsW8A8Fp8MoEMethod),
+)
+
+
 def places(version: str) -> dict[str, dict[str, object]]:
     """Module: what is in it, of a release."""
     old = version.startswith("0.26")
-    nvfp4 = {
-        "NvFp4MoeBackend": NvFp4MoeBackend,
-        "select_nvfp4_moe_backend": selected(NvFp4MoeBackend.MARLIN),
-    }
-    fp8 = {
-        "Fp8MoeBackend": Fp8MoeBackend,
-        "select_fp8_moe_backend": selected(Fp8MoeBackend.TRITON),
-    }
-    mxfp4 = selected(Mxfp4MoeBackend.MARLIN)
-    wna16 = {
-        "wna16_marlin": CompressedTensorsWNA16MarlinMoEMethod,
-        "wna16": CompressedTensorsWNA16MoEMethod,
-    }
-    module = "wna16_marlin" if old else "wna16"
-    found = {
-        f"{QUANT}.mxfp4": {
-            "Mxfp4MoeBackend": Mxfp4MoeBackend,
-            "select_mxfp4_moe_backend": mxfp4,
-            "select_deepseek_v4_mxfp4_moe_backend": mxfp4,
-            "Mxfp4MoEMethod": Mxfp4MoEMethod,
-            "GptOssMxfp4MoEMethod": GptOssMxfp4MoEMethod,
-        },
-        f"{COMPRESSED}_w4a4_mxfp4": {
-            "CompressedTensorsW4A4Mxfp4MoEMethod": CompressedTensorsW4A4Mxfp4MoEMethod
-        },
-        f"{QUANT}.auto_gptq": {
-            "AutoGPTQMoEMethod": type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
-        },
-        f"{QUANT}.auto_awq": {"AutoAWQMoEMethod": AutoAWQMoEMethod},
-        f"{COMPRESSED}_{module}": {wna16[module].__name__: wna16[module]},
-    }
-    for names, classes in (
-        (nvfp4, (ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod)),
-        (fp8, (Fp8MoEMethod, CompressedTensorsW8A8Fp8MoEMethod)),
-    ):
-        found |= {cls.place: {cls.__name__: cls, **names} for cls in classes}
+    gptq = type("AutoGPTQMoEMethod", (AutoGPTQMoEMethod,), {"indices": old})
+    wna16 = CompressedTensorsWNA16MarlinMoEMethod if old else CompressedTensorsWNA16MoEMethod
+    found: dict[str, dict[str, object]] = {}
+    for cls in (*METHODS, gptq, wna16):
+        module = found.setdefault(cls.place, {})
+        module[cls.__name__] = cls
+        for name, backend in cls.backends.items():
+            module |= {name: selected(backend), type(backend).__name__: type(backend)}
     return found
