@@ -10,9 +10,11 @@ import torch
 from checks import largest_allocation
 from folder_cases import (
     INDEX,
+    LAYER,
     change_json,
     change_quantization,
     change_tensors,
+    put,
     refused,
     split,
 )
@@ -29,7 +31,6 @@ from moelora.integrations.transformers.folder_experts import LayerOfFolder
 from moelora.integrations.transformers.names import expert_linears
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
-LAYER = "model.layers.0.mlp.experts"
 SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
 KINDS = {"mxfp4": 32, "gptq": 64, "awq": 64, "compressed-tensors": 32, "fp8": 128}
 KINDS |= {"float-quantized": 0}
@@ -316,7 +317,7 @@ def spoilt(value):
 def test_weights_of_attention_that_are_not_numbers(originals, tmp_path, kind, own, change, message):
     folder = Path(shutil.copytree(originals(kind), tmp_path / "folder"))
     own = own.replace("SCALE", "weight_scale_inv" if kind == "fp8" else "weight_scale")
-    change_tensors(folder, lambda t: t | {f"{Q_PROJ}.{own}": change(t[f"{Q_PROJ}.{own}"])})
+    change_tensors(folder, put(f"{Q_PROJ}.{own}", change))
     refused(folder, rf"{SINGLE}: {Q_PROJ}\.\w+ {message}")
 
 

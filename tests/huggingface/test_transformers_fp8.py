@@ -2,13 +2,13 @@
 
 import copy
 import gc
-import json
 import weakref
 
 import pytest
 import quantized
 import quantized_folders
 import torch
+from folder_cases import IDS, LAYER, change_quantization
 from hf_models import assert_logits, transformers
 from quantized_folders import make_adapters, make_folder
 from safetensors.torch import load_file, save_file
@@ -21,8 +21,7 @@ import moelora.integrations.transformers as moelora_hf
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 E4M3 = torch.float8_e4m3fn
-IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
-LAYER = "model.layers.0.mlp.experts"
+KEPT = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
 OWN = ("gate_up_proj", "down_proj")
 # Blocks of gate and up joined must be whole: transformers gives their scales no more room.
 SIZES = {"blocks_of_64": (64, 192), "blocks_of_128": (128, 256)}
@@ -47,10 +46,7 @@ def made(request, tmp_path_factory):
         else:
             state[name] = plain[name].bfloat16().contiguous()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    kept = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
-    config["quantization_config"]["modules_to_not_convert"] = kept
-    (folder / "config.json").write_text(json.dumps(config))
+    change_quantization(folder, modules_to_not_convert=KEPT)
     return folder, exact
 
 
@@ -266,8 +262,7 @@ def test_one_scale_for_each_weight(scheme):
     config.dtype = torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     settings = transformers.FineGrainedFP8Config(weight_block_size=None, activation_scheme=scheme)
-    kept = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
-    finegrained_fp8.replace_with_fp8_linear(model, kept, settings, pre_quantized=True)
+    finegrained_fp8.replace_with_fp8_linear(model, KEPT, settings, pre_quantized=True)
     meant = {}
     for name, (module, _) in moelora_hf.moe_layers(model).items():
         module.to_empty(device="cpu")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -9,11 +10,15 @@ import torch
 from checks import largest_allocation
 from covering import extent
 from folder_cases import (
+    IDS,
+    LAYER,
     TENSORS,
     assert_mixed_batch,
     assert_weights,
     change_json,
     change_tensors,
+    drop,
+    put,
     quantized,
     quantized_folders,
     refused,
@@ -31,8 +36,6 @@ KINDS = [
     *(("mxfp4", 32), ("gptq", 64), ("gptq", 32), ("awq", 64), ("compressed-tensors", 32)),
     *(("fp8", 128), ("float-quantized", 0), ("bitsandbytes", 64)),
 ]
-IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
-LAYER = "model.layers.0.mlp.experts"
 E4M3 = torch.float8_e4m3fn
 W4 = {"num_bits": 4, "type": "int"}
 
@@ -166,61 +169,50 @@ def test_what_such_a_model_cannot_do(made, tmp_path):
 # ---- folders that are refused ----
 
 
-def drop(name):
-    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
-
-
-def put(name, make):
-    return lambda tensors: tensors | {name: make(tensors)}
-
-
 UP = f"{LAYER}.1.up_proj"
+DOWN = f"{LAYER}.3.down_proj"
 MXFP4_FOLDERS = {
     "scales": (drop(f"{LAYER}.down_proj_scales"), r"no tensor .*0.mlp.experts.down_proj_scales"),
     "shape": (
-        put(f"{LAYER}.gate_up_proj_blocks", lambda t: t[f"{LAYER}.gate_up_proj_blocks"][:, :-2]),
+        put(f"{LAYER}.gate_up_proj_blocks", lambda t: t[:, :-2]),
         r"gate_up_proj_blocks has shape \(8, 382, 4, 16\), wanted \(8, 384, 4, 16\)",
     ),
     "nan": (
-        put(f"{LAYER}.down_proj_scales", lambda t: t[f"{LAYER}.down_proj_scales"] | 255),
+        put(f"{LAYER}.down_proj_scales", lambda t: t | 255),
         r"experts.down_proj: scales has the e8m0 byte 255, NaN, expected at most 128",
     ),
     "plain": (drop("model.norm.weight"), r"no tensor model.norm.weight \(1 are missing\)"),
     "bias": (drop(f"{LAYER}.down_proj_bias"), r"no tensor .*down_proj_bias \(1 are missing"),
-    "more": (put(f"{LAYER}.odd_scales", lambda t: torch.ones(1)), "odd_scales is no tensor that"),
+    "more": (put(f"{LAYER}.odd_scales", [1.0]), "odd_scales is no tensor that"),
 }
 GPTQ_FOLDERS = {
     "expert": (drop(f"{UP}.qweight"), f"no tensor {UP}.qweight, which the model wants"),
     "zeros": (drop(f"{UP}.qzeros"), f"have no qzeros, wanted all or none: {UP}$"),
     "shape": (
-        put(f"{UP}.scales", lambda t: t[f"{UP}.scales"][:1]),
+        put(f"{UP}.scales", lambda t: t[:1]),
         rf"{UP}.scales is \(1, 192\) of torch.float16, wanted \(2, 192\) of torch.float16 as ",
     ),
     "order": (
-        put(f"{UP}.g_idx", lambda t: t[f"{UP}.g_idx"].flip(0)),
+        put(f"{UP}.g_idx", lambda t: t.flip(0)),
         rf"{UP}.g_idx is in another order \(desc_act\), wanted {LAYER}.1.gate_proj.g_idx's",
     ),
     "infinite": (
-        put(f"{LAYER}.3.down_proj.scales", lambda t: t[f"{LAYER}.3.down_proj.scales"] / 0),
+        put(f"{DOWN}.scales", lambda t: t / 0),
         r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, infinite or beyond 65504",
     ),
     "bias": (
-        put(f"{UP}.bias", lambda t: torch.ones(192)),
+        put(f"{UP}.bias", [1.0] * 192),
         f"{UP}.bias is no tensor that gptq has in experts like these",
     ),
     "experts": (
-        put(f"{LAYER}.8.up_proj.qweight", lambda t: t[f"{UP}.qweight"] + 1),
+        lambda t: t | {f"{LAYER}.8.up_proj.qweight": t[f"{UP}.qweight"] + 1},
         f"{LAYER}.8.up_proj.qweight is no tensor that gptq has",
     ),
     "narrow": (
-        lambda tensors: (
-            tensors
-            | {
-                n: t[..., :128]
-                for n, t in tensors.items()
-                if LAYER in n and n.endswith(("gate_proj.qweight", "up_proj.qweight"))
-            }
-        ),
+        lambda tensors: {
+            n: t[..., :128] if re.search(r"\.experts\..*(gate|up)_proj.qweight$", n) else t
+            for n, t in tensors.items()
+        },
         r"experts.\*.gate_proj and up_proj: scales\[0\] has shape \(2, 384\), expected \(2, 256\)",
     ),
     "attention": (
@@ -234,11 +226,11 @@ GPTQ_FOLDERS = {
 FP8_FOLDERS = {
     "scales": (drop(f"{UP}.weight_scale_inv"), f"no tensor {UP}.weight_scale_inv"),
     "nan": (
-        put(f"{UP}.weight", lambda t: (t[f"{UP}.weight"].float() * float("nan")).to(E4M3)),
+        put(f"{UP}.weight", lambda t: (t.float() * float("nan")).to(E4M3)),
         r"gate_proj and up_proj: weight\[1\] has a NaN, expected numbers",
     ),
     "dtype": (
-        put(f"{LAYER}.3.down_proj.weight", lambda t: t[f"{LAYER}.3.down_proj.weight"].bfloat16()),
+        put(f"{DOWN}.weight", lambda t: t.bfloat16()),
         r"experts.\*.down_proj: weight\[3\] has dtype bfloat16, expected float8_e4m3fn",
     ),
     "attention": (
@@ -400,9 +392,7 @@ def test_one_scale_for_each_weight(folders, tmp_path):
 
 
 def test_biases_of_zeros_are_none(folders, tmp_path):
-    folder = changed(
-        folders["gptq", 64], tmp_path, tensors=put(f"{UP}.bias", lambda t: torch.zeros(192))
-    )
+    folder = changed(folders["gptq", 64], tmp_path, tensors=put(f"{UP}.bias", [0.0] * 192))
     moelora_hf.load_quantized(folder)
 
 

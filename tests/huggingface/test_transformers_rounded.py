@@ -3,10 +3,9 @@
 import folder_cases
 import pytest
 import torch
-from folder_cases import TENSORS, change_json, make, refused
+from folder_cases import IDS, TENSORS, change_json, make, refused
 from hf_models import transformers
 from safetensors.torch import save_file
-from test_transformers_schemes import IDS
 
 import moelora
 import moelora.integrations.transformers as moelora_hf

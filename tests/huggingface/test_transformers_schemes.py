@@ -11,6 +11,8 @@ from folder_cases import (
     CASES,
     COMMON,
     DEQUANTIZED,
+    IDS,
+    LAYER,
     LOADED,
     REFUSED,
     TENSORS,
@@ -19,7 +21,9 @@ from folder_cases import (
     change_json,
     change_quantization,
     change_tensors,
+    drop,
     make,
+    put,
     quantized,
     refused,
 )
@@ -31,8 +35,6 @@ from moelora.integrations.transformers import folder as folder_module
 from moelora.integrations.transformers import scheme
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture
@@ -169,14 +171,14 @@ def test_experts_in_one_tensor_are_read_for_mxfp4_alone(tmp_path):
     make(tmp_path, "modelopt_nvfp4")
 
     def stack(state):
-        own = {n: v for n, v in state.items() if n.startswith(f"{EXPERTS}.")}
+        own = {n: v for n, v in state.items() if n.startswith(f"{LAYER}.")}
         stacked = {n: v for n, v in state.items() if n not in own}
         for part, suffix in (
             ("weight", ""),
             *((p, f"_{p}") for p in ("weight_scale", "weight_scale_2")),
         ):
-            rows = [own[f"{EXPERTS}.{e}.down_proj.{part}"] for e in range(4)]
-            stacked[f"{EXPERTS}.down_proj{suffix}"] = torch.stack(rows)
+            rows = [own[f"{LAYER}.{e}.down_proj.{part}"] for e in range(4)]
+            stacked[f"{LAYER}.down_proj{suffix}"] = torch.stack(rows)
         return stacked
 
     change_tensors(tmp_path, stack)
@@ -246,20 +248,10 @@ def spoilt(scales, byte):
     return bits.view(torch.float8_e4m3fn)
 
 
-EXPERTS = "model.layers.0.mlp.experts"
 ATTENTION = "model.layers.0.self_attn.q_proj"
 
 
-def put(name, value):
-    """Another tensor of this name: a number, or what becomes of the old one."""
-    return lambda t: t | {name: value(t[name]) if callable(value) else torch.as_tensor(value)}
-
-
-def drop(part):
-    return lambda t: {name: tensor for name, tensor in t.items() if part not in name}
-
-
-G_IDX = f"{EXPERTS}.1.down_proj.g_idx"
+G_IDX = f"{LAYER}.1.down_proj.g_idx"
 BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
@@ -273,12 +265,12 @@ BIAS = "model.layers.1.self_attn.q_proj.bias"
         ),
         (
             "ct_w4a16",
-            drop(f"{EXPERTS}.2.up_proj"),
-            f"no quantized linear layer is gate_up_proj of expert 2 of {EXPERTS}; experts are call",
+            drop(f"{LAYER}.2.up_proj"),
+            f"no quantized linear layer is gate_up_proj of expert 2 of {LAYER}; experts are call",
         ),
         (
             "modelopt_fp8",
-            drop(f"{EXPERTS}.0.gate_proj.input_scale"),
+            drop(f"{LAYER}.0.gate_proj.input_scale"),
             "1 of 8 linear layers have no input_scale, wanted all or none: .*experts.0.gate_proj$",
         ),
         (
@@ -308,8 +300,8 @@ BIAS = "model.layers.1.self_attn.q_proj.bias"
         ),
         (
             "ct_w4a16 of gpt_oss",
-            drop(f"{EXPERTS}.2.up_proj.bias"),
-            f"the biases of expert 2 of {EXPERTS}.gate_up_proj are missing or of another shape",
+            drop(f"{LAYER}.2.up_proj.bias"),
+            f"the biases of expert 2 of {LAYER}.gate_up_proj are missing or of another shape",
         ),
         ("ct_w4a16", put(BIAS, [1.0] * 128), f"{BIAS} is a bias that the model does not have"),
         (

@@ -45,6 +45,8 @@ from torch import Tensor
 import moelora.integrations.transformers as moelora_hf
 
 TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYER = "model.layers.0.mlp.experts"
+IDS = torch.randint(2, 128, (6, 9), generator=torch.Generator().manual_seed(3))
 Quantize = Callable[[Tensor], Made]
 
 
@@ -406,6 +408,15 @@ def change_tensors(folder: Path, change: Callable[[dict], dict | None], to: Path
     state = load_file(folder / TENSORS)
     state = change(state) or state
     save_file({name: t.contiguous() for name, t in state.items()}, (to or folder) / TENSORS)
+
+
+def put(name: str, value):
+    """Another tensor of this name: a number, a tensor, or what becomes of the old one."""
+    return lambda t: t | {name: value(t[name]) if callable(value) else torch.as_tensor(value)}
+
+
+def drop(part: str):
+    return lambda t: {name: tensor for name, tensor in t.items() if part not in name}
 
 
 def split(folder: Path) -> dict[str, str]:
