@@ -138,8 +138,13 @@ def calls():
         "moe_lora_align_block_size of vllm": align | lists,
         "moe_sorting": {**routing, "topk_weights": given["topk_weights"]},
         "prepack_weights": {"w": given["w13"]},
-        "moe_lora_a": {"x": zeros(M, K), "lora_a": a13, **ids},
-        "moe_lora_gate_up_b": {"intermediate_a": zeros(M, TOP_K, R), "gate_up_b": b13, **ids},
+        "moe_lora_a": {"x": zeros(M, K), "lora_a": a13, "out": zeros(M, TOP_K, R), **ids},
+        "moe_lora_gate_up_b": {
+            "intermediate_a": zeros(M, TOP_K, R),
+            "gate_up_b": b13,
+            "out": zeros(M, TOP_K, I),
+            **ids,
+        },
         "moe_lora_down_combine": {
             "activated": zeros(M, TOP_K, I),
             "output": zeros(M, K),
