@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from ranks import fails_on_last, same_on_all, work
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -141,20 +142,20 @@ def disagree(folder: Path) -> None:
     for adapters in ({"a": mine}, {"ab"[rank]: folder / "a"}, [[], [folder / "a"]][rank]):
         with pytest.raises(RuntimeError, match="disagree: .* on rank 0 and .* on rank 1"):
             moelora_hf.load_adapters(model, adapters)
-    with fails_on_rank_1(FileNotFoundError, "none"):
+    with fails_on_last(FileNotFoundError, "none"):
         moelora_hf.load_adapters(model, {"a": folder / ["a", "none"][rank]})
     pool = moelora_hf.load_adapters(model, {"a": folder / "a"}, max_loras=3, max_rank=16)
     with pytest.raises(RuntimeError, match="rank and scaling of .* on rank 0 and .* on rank 1"):
         pool.add("b", mine)
     with pytest.raises(RuntimeError, match="checksum of factors is .* on rank 0"):
         pool.update("a", folder / ["b", "c"][rank])
-    with fails_on_rank_1(FileNotFoundError, "none"):
+    with fails_on_last(FileNotFoundError, "none"):
         pool.add("b", folder / ["a", "none"][rank])
     with pytest.raises(RuntimeError, match="disagree: call is add of adapter 'b' on rank 0"):
         (pool.add if rank == 0 else pool.update)("ba"[rank], folder / "a")
     with pytest.raises(RuntimeError, match="adapters of rows of batch 0 is"):
         model(ids, adapter_names=[["a"], [None]][rank] * len(ids))
-    with fails_on_rank_1(KeyError, "'b'"):
+    with fails_on_last(KeyError, "'b'"):
         model(ids, adapter_names=["ab"[rank]] * len(ids))
     assert pool.names() == ["a"]
     model(ids, adapter_names=["a"] * len(ids))
@@ -239,10 +240,7 @@ def train(folder: Path, mode: str) -> None:
             for name, grad in grads.items():
                 close(grad, expected["gradients"][name], name)
         for name, factor in factors.items():  # equal bit for bit
-            whole = gathered(factor.detach()).contiguous()
-            every = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, whole)
-            assert all(torch.equal(whole, other) for other in every), name
+            assert same_on_all(gathered(factor.detach())), name
     dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"state of all, {mode}")
     stepped = {name: gathered(factor.detach()).clone() for name, factor in factors.items()}
     resume(model, optimizer, folder / "state of one")  # of before the second step
@@ -264,26 +262,19 @@ def train(folder: Path, mode: str) -> None:
         close(base(ids, adapter_names=["saved"] * len(ids)).logits, trained)
 
 
-def fails_on_rank_1(error: type[Exception], match: str) -> Any:
-    if dist.get_rank() == 1:
-        return pytest.raises(error, match=match)
-    return pytest.raises(RuntimeError, match=f"rank 1 .* failed: {error.__name__}: .*{match}")
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in sys.argv[2:]:
+
+    def run(case: str) -> None:
         if case in ("disagree", "refused"):
             (disagree if case == "disagree" else refused)(folder)
         elif case.startswith("train "):
             train(folder, case.removeprefix("train "))
         else:
             serve(folder, case)
-        print(f"rank {dist.get_rank()}: {case}\n", end="", flush=True)  # in one write
-    dist.destroy_process_group()
+
+    work(run, sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
 from covering import NIGHTLY
+from torch import distributed
 
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -31,6 +35,31 @@ for rank in ranks:
         sys.exit()
 sys.exit(any([os.wait()[1] for _ in ranks]))
 """
+
+
+def work(run: Callable[[str], None], cases: list[str]) -> None:
+    """What a program of `run_cases` does in each of its processes."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    for case in cases:
+        run(case)
+        print(f"rank {distributed.get_rank()}: {case}\n", end="", flush=True)  # in one write
+    distributed.destroy_process_group()
+
+
+def same_on_all(tensor: torch.Tensor) -> bool:
+    """Whether all processes have the same bits."""
+    every = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(every, tensor.contiguous())
+    return all(torch.equal(tensor, other) for other in every)
+
+
+def fails_on_last(error: type[Exception], match: str):
+    """The last process raises it, and others say which one has."""
+    last = distributed.get_world_size() - 1
+    if distributed.get_rank() == last:
+        return pytest.raises(error, match=match)
+    return pytest.raises(RuntimeError, match=f"rank {last} .* failed: {error.__name__}.*{match}")
 
 
 def run_ranks(program: str, *words: str, modules: str, processes: int = 2, **env: str) -> list[str]:

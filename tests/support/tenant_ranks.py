@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of conftest.py
+from ranks import fails_on_last, work
 from tenant_house import OPTIONS, PLACES, House, calls_in_backward, same
 
 # Of each step, the tenants that have rows on the first rank, the second, the third ...
@@ -228,13 +229,6 @@ def disagree(folder, place):
     def differ(match):
         return pytest.raises(RuntimeError, match=f"disagree: {match}.* on rank {last}")
 
-    def fails(error, match):
-        if is_last:
-            return pytest.raises(error, match=match)
-        return pytest.raises(
-            RuntimeError, match=f"rank {last} .* failed: {error.__name__}.*{match}"
-        )
-
     with differ("call is add of tenant 'a'"):
         house.add("b" if is_last else "a")
     with differ("rank is 4"):
@@ -243,18 +237,18 @@ def disagree(folder, place):
         house.add("a", lr=0.2 if is_last else 0.1)
     with differ("source is absent"):
         house.add("a", {} if is_last else None)
-    with fails(ValueError, "lr is -1"):
+    with fails_on_last(ValueError, "lr is -1"):
         house.add("a", lr=-1 if is_last else 1)
     if is_last:
         house.pool.add("a", tenants["law"].adapter())
-    with fails(ValueError, "already loaded"):
+    with fails_on_last(ValueError, "already loaded"):
         house.add("a")
     house.pool.remove("a") if is_last else None
     with differ("call is step"):
         tenants.remove("law") if is_last else tenants.step({})
-    with fails(KeyError, "no tenant 'nobody'"):
+    with fails_on_last(KeyError, "no tenant 'nobody'"):
         tenants.step({"nobody": torch.zeros(())} if is_last else {})
-    with fails(ValueError, "weight of 'law' is 0"):
+    with fails_on_last(ValueError, "weight of 'law' is 0"):
         losses = house.losses(["law"], 0)
         tenants.step(losses, weights={"law": 0 if is_last else 1})
     for setting, value in (("max_norm", 2.0), ("accumulation", 7)):
@@ -277,7 +271,7 @@ def disagree(folder, place):
     with contextlib.ExitStack() as held:
         if is_last:
             held.enter_context(house.pool.hold(["law"]))
-        with fails(RuntimeError, "'law' is in use by 1 batches"):
+        with fails_on_last(RuntimeError, "'law' is in use by 1 batches"):
             tenants.remove("law")
     assert tenants.names() == ["law", "code"]
     for name, (factors, _) in before.items():
@@ -288,10 +282,9 @@ def disagree(folder, place):
 
 def main():
     folder, device = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     places = [place.values[0] for place in PLACES if place.values[0][0] == device]
-    for case in sys.argv[3:]:
+
+    def run(case):
         # What goes wrong is the same in each dtype.
         every = case in ("train", "resume") and dist.get_world_size() == 2
         for number, place in enumerate(places if every else places[-1:]):
@@ -300,8 +293,8 @@ def main():
                 own.mkdir()
             dist.barrier()
             globals()[case](own, place)
-        print(f"rank {dist.get_rank()}: {case}\n", end="", flush=True)  # in one write
-    dist.destroy_process_group()
+
+    work(run, sys.argv[3:])
 
 
 if __name__ == "__main__":

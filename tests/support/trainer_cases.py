@@ -9,6 +9,7 @@ trainers save, and has the factors that one process ends with.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
+from ranks import same_on_all, work
 from safetensors.torch import load_file
 
 import moelora.integrations.peft as moelora_peft
@@ -218,9 +220,7 @@ def run(folder: Path, case: str) -> None:
     made.train()
     trained = factors(made)
     for name, factor in trained.items():
-        both = [torch.empty_like(factor) for _ in range(2)]
-        dist.all_gather(both, factor.contiguous())
-        assert torch.equal(*both), f"{name} differs"
+        assert same_on_all(factor), f"{name} differs"
     made.save_model(str(out / "saved"))
     dist.barrier()
     saved = load_file(out / "saved" / "adapter_model.safetensors")
@@ -239,12 +239,7 @@ def run(folder: Path, case: str) -> None:
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in sys.argv[2:]:
-        run(Path(sys.argv[1]), case)
-        print(f"rank {dist.get_rank()}: {case}\n", end="", flush=True)
-    dist.destroy_process_group()
+    work(partial(run, Path(sys.argv[1])), sys.argv[2:])
 
 
 if __name__ == "__main__":
