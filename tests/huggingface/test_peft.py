@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import hf_models
 import pytest
 import torch
 from hf_models import (
@@ -45,10 +46,7 @@ OPTIONS = {
 
 def save_adapters(model, folder, names="abc"):
     """The adapters of hf_models, two of them with factors of attention too."""
-    return {
-        name: save_adapter(model, folder / name, list(OPTIONS).index(name), **OPTIONS[name])
-        for name in names
-    }
+    return hf_models.save_adapters(model, folder, {name: OPTIONS[name] for name in names})
 
 
 @pytest.mark.parametrize("place", PLACES)

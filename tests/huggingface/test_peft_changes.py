@@ -12,6 +12,7 @@ from hf_models import (
     oracle,
     peft,
     save_adapter,
+    save_adapters,
     tokens,
     transformers,
     with_peft,
@@ -42,11 +43,7 @@ def folders(tmp_path_factory):
         "large": {"r": 8},
         "attention": {"target_modules": ["o_proj"], "target_parameters": None},
     }
-    where = tmp_path_factory.mktemp("adapters")
-    return {
-        name: save_adapter(model, where / name, seed, **more)
-        for seed, (name, more) in enumerate(options.items())
-    }
+    return save_adapters(model, tmp_path_factory.mktemp("adapters"), options)
 
 
 def first_of(folders):

@@ -14,6 +14,7 @@ from hf_models import (
     peft,
     peft_of,
     save_adapter,
+    save_adapters,
     tokens,
 )
 from safetensors.torch import load_file, save_file
@@ -42,12 +43,7 @@ def test_shared_experts_and_routers(config, tmp_path):
         "a": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
         "b": {"target_modules": ["o_proj", "down_proj"], "r": 6, "use_rslora": True},
     }
-    folders = {
-        name: save_adapter(
-            model, tmp_path / name, seed, target_parameters=[*TARGETS, ROUTER], **more
-        )
-        for seed, (name, more) in enumerate(options.items())
-    }
+    folders = save_adapters(model, tmp_path, options, target_parameters=[*TARGETS, ROUTER])
     rows = ["a", None, "b", "a", "b"]
     names = [row or "__base__" for row in rows]
     wanted = oracle(model, folders, rows, ids)
@@ -76,10 +72,7 @@ def test_layers_that_a_later_adapter_brings(tmp_path):
         "first": {"target_modules": ["o_proj"]},
         "second": {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
     }
-    folders = {
-        name: save_adapter(model, tmp_path / name, seed, **more)
-        for seed, (name, more) in enumerate(options.items())
-    }
+    folders = save_adapters(model, tmp_path, options)
     rows = ["first", "second"]
     wanted = oracle(model, folders, rows, ids)
     model = peft_of(model, {"first": folders["first"]})

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import whole_adapters as example
 from hf_models import (
     PLACES,
     TARGETS,
@@ -15,7 +16,7 @@ from hf_models import (
     one_layer,
     oracle,
     qwen3,
-    save_adapter,
+    save_adapters,
     tokens,
     transformers,
 )
@@ -116,10 +117,7 @@ def test_adapters_of_peft(config, place, tmp_path):
             "rank_pattern": {"v_proj": 2},
         },
     }
-    folders = {
-        name: save_adapter(model, tmp_path / name, seed, **more)
-        for seed, (name, more) in enumerate(options.items())
-    }
+    folders = save_adapters(model, tmp_path, options)
     rows = ["c", None, "a", "b", "c"]
     exact = copy.deepcopy(model).float()
     wanted, naive = (oracle(m, folders, rows, ids) for m in (exact, model))
@@ -269,3 +267,15 @@ def test_modules_that_others_have_wrapped(tmp_path):
     assert moelora_hf.pool(model) is pool
     assert "model.layers.1.mlp.experts" in pool.layers
     torch.testing.assert_close(model(ids, adapter_names=ROWS).logits, wanted)
+
+
+@torch.enable_grad()
+def test_the_example(monkeypatch, tmp_path):
+    """One of its four adapters, in one batch with the base model."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(example, "STEPS", 24)
+    line = example.LINES["window"]
+    assert example.train(line, tmp_path) < 0.5
+    text, base = example.serve({"window": tmp_path})
+    assert text.startswith(example.PROMPT + line[:4]), text
+    assert base.startswith(example.PROMPT + "__init__")

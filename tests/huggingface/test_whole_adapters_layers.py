@@ -333,6 +333,62 @@ def test_inputs_of_any_strides(tmp_path):
     assert relative(model(ids, adapter_names=["all"]).logits, wanted) < 1e-5
 
 
+# ---- linear layers that others have quantized ----
+
+
+class GPTQLinear(nn.Module):
+    """As the linear layers of GPTQ: no `weight`, sizes under names of their own."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.infeatures, self.outfeatures = linear.in_features, linear.out_features
+        scale = linear.weight.abs().amax(1, keepdim=True) / 7
+        self.register_buffer("scales", scale.detach())
+        self.register_buffer("qweight", (linear.weight / scale).round().to(torch.int8).detach())
+
+    @property
+    def meant(self):
+        return self.qweight * self.scales
+
+    def forward(self, x):
+        return x @ self.meant.T.to(x.dtype)
+
+
+def test_linear_layers_of_gptq(tmp_path):
+    model, ids, folders = served(tmp_path)
+    exact = copy.deepcopy(model)
+    for name, module in exact.named_modules():
+        if name.endswith(("q_proj", "o_proj")):
+            quantized = GPTQLinear(module)
+            module.weight.copy_(quantized.meant)
+            model.set_submodule(name, quantized)
+    moelora_hf.load_adapters(model, folders)
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
+def test_linear_layers_of_compressed_tensors(tmp_path):
+    """The library runs quantized layers in a `forward` of its own."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model, ids, folders = served(tmp_path)
+    exact = copy.deepcopy(model)
+    weights = quantization.QuantizationArgs(num_bits=8, strategy="channel", symmetric=True)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            scale = module.weight.abs().amax(1, keepdim=True) / 127
+            module.weight_scale.copy_(scale)
+            module.quantization_status = quantization.QuantizationStatus.FROZEN
+            meant = (module.weight / scale).round().clamp(-128, 127) * scale
+            exact.get_submodule(name).weight.copy_(meant)
+    assert relative(model(ids).logits, exact(ids).logits) < 1e-5
+    wanted = wanted_logits(exact, folders, ROWS, ids)
+    moelora_hf.load_adapters(model, folders)
+    assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
+
+
 # ---- devices ----
 
 

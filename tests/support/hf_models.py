@@ -103,10 +103,11 @@ ADAPTERS = {
 }
 
 
-def save_adapters(model, folder):
+def save_adapters(model, folder, adapters=ADAPTERS, **common):
+    """Folders by name, of options by name."""
     return {
-        name: save_adapter(model, folder / name, seed, **options)
-        for seed, (name, options) in enumerate(ADAPTERS.items())
+        name: save_adapter(model, folder / name, seed, **common | options)
+        for seed, (name, options) in enumerate(adapters.items())
     }
 
 
