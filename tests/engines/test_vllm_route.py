@@ -162,12 +162,6 @@ def test_other_bodies_and_names_are_refused(server, bad):
         assert server.left  # it is not read to its end
 
 
-@pytest.mark.parametrize("name", ["", "a@b", "a/b", "__base__"])
-def test_names_that_versions_have_are_refused(served, name):
-    with pytest.raises(ValueError, match="name"):
-        packed({name: given(1)})
-
-
 def test_a_handle_of_shared_tensors_is_no_body(served):
     with pytest.raises(ValueError, match="'law': tensors is SharedTensors.*wanted tensors by name"):
         packed({"law": shared()})

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from vllm_stand_in import FusedMoEWithLoRA, PEFTHelper
-from vllm_stand_in_linear import BaseLinearLayerWithLoRA
+from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, PEFTHelper
 
 E, K, I, R = 4, 16, 8, 8  # noqa: E741
 LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(2)]
