@@ -7,32 +7,29 @@ from quantized_folders import make_folder
 import moelora.integrations.transformers as moelora_hf
 
 
-def test_an_adapter_of_the_hub(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    model = make_model(qwen3)
-    folder = save_adapter(model, tmp_path / "a", 1)
-    asked = []
-
-    def snapshot_download(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    pool = moelora_hf.load_adapters(model, ["org/law"])
-    assert asked == [("org/law", ["adapter_*"])]
-    assert pool.names() == ["law"]
-
-
-def test_a_checkpoint_of_the_hub(tmp_path, monkeypatch):
-    make_folder(tmp_path, "mxfp4")
-    asked = []
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What the Hub, which is a folder here, was asked for."""
+    calls = []
 
     def snapshot_download(name, **options):
-        asked.append((name, options))
+        calls.append((name, options))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return calls
+
+
+def test_an_adapter_of_the_hub(tmp_path, asked):
+    model = make_model(qwen3)
+    save_adapter(model, tmp_path, 1)
+    pool = moelora_hf.load_adapters(model, ["org/law"])
+    assert asked == [("org/law", {"allow_patterns": ["adapter_*"]})]
+    assert pool.names() == ["law"]
+
+
+def test_a_checkpoint_of_the_hub(tmp_path, asked):
+    make_folder(tmp_path, "mxfp4")
     model = moelora_hf.load_quantized("org/gpt")
     moelora_hf.load_quantized_experts(model, "org/gpt")
     wanted = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*"]}
