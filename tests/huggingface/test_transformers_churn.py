@@ -79,18 +79,6 @@ def test_requests_of_more_adapters_than_slots(churning):
     assert texts(got) == wanted
 
 
-def test_the_first_adapters_have_no_claim_to_their_slots(tmp_path):
-    model = make_whole_model(qwen3, torch.float32, "cpu")
-    folder = next(iter(write_adapters(model, tmp_path).values()))
-    folders = {f"n{n}": folder for n in range(4)}
-    pool = moelora_hf.load_adapters(model, folders, max_loras=2, host=4)
-    assert pool.names() == ["n0", "n1"]
-    for name in ("n2", "n3", "n2"):
-        with moelora_hf.use_adapters(model, [name]):
-            pass
-    assert pool.names() == ["n3", "n2"]
-
-
 def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
     model = make_whole_model(qwen3, torch.float32, "cpu")
     folders = write_adapters(model, tmp_path)
