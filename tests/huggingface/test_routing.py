@@ -4,26 +4,19 @@ import copy
 
 import pytest
 import torch
-from hf_models import MODELS, TARGETS, qwen3
-from hf_models import peft as peft_of_tests
+from hf_models import MODELS, TARGETS, make_model, peft, qwen3
 
-transformers = pytest.importorskip("transformers")
-
-import moelora.integrations.peft as moelora_peft  # noqa: E402
-import moelora.integrations.transformers as mt  # noqa: E402
-from moelora.training import LoraSlot, set_adapters  # noqa: E402
+import moelora.integrations.peft as moelora_peft
+import moelora.integrations.transformers as mt
+from moelora.training import LoraSlot, set_adapters
 
 ROWS, PROMPT, NEW = 3, 5, 4
 
 
-def load(config, implementation="moelora"):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.set_experts_implementation(implementation)
-    return model.requires_grad_(False)
+def load(config):
+    model = make_model(config).requires_grad_(False)
+    model.set_experts_implementation("moelora")
+    return model
 
 
 def sampled(model):
@@ -109,7 +102,7 @@ def multi(model):
 
 
 def wrapped(model):
-    model = peft_of_tests.get_peft_model(model, peft_of_tests.LoraConfig(target_parameters=TARGETS))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=TARGETS))
     moelora_peft.attach(model)
     return model
 
