@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 from cases import Problem, Spec
-from delta_cases import TILES, delta_kwargs, delta_operator
+from delta_cases import DELTAS, TILES, delta_kwargs
 from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def gemm(which: str, p: Problem, _: Tensor, **weights) -> Tensor:
 
 
 def delta(which: str, p: Problem, _: Tensor) -> Tensor:
-    return delta_operator(which)(**delta_kwargs(p, which, mul_routed_weight=which == "w2"))
+    return DELTAS[which](**delta_kwargs(p, which, mul_routed_weight=which == "w2"))
 
 
 def lists_of(p: Problem, experts: int, block: int, lora_ids: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from conftest import needs_gpu
-from delta_cases import columns_of, delta_kwargs, delta_operator
+from delta_cases import DELTAS, columns_of, delta_kwargs
 from quantized_cases import FORMATS, quantize
 
 import moelora
@@ -52,7 +52,7 @@ def delta_case(projection):
 
         def run():
             out = base.clone()
-            delta_operator(projection)(**kwargs, out=out)
+            DELTAS[projection](**kwargs, out=out)
             return out
 
         return run

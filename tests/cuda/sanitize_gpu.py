@@ -140,7 +140,7 @@ def calls_of_roles(p, few):
     """Calls that run the kernels of a role; `p` has more than 64 routed rows, or no segments are
     listed, `few` fewer for what takes no more."""
     import torch
-    from delta_cases import Lists, delta_kwargs, delta_operator
+    from delta_cases import DELTAS, Lists, delta_kwargs
 
     import moelora
 
@@ -167,7 +167,7 @@ def calls_of_roles(p, few):
         return moelora.moe_lora_gate_up_b(h, *who, num_experts=p.w13.size(0))
 
     def delta():
-        return delta_operator("w13")(**delta_kwargs(few, "w13"))
+        return DELTAS["w13"](**delta_kwargs(few, "w13"))
 
     def mlp():
         factors = (p.w13_lora_a, p.w13_lora_b, p.w2_lora_a, p.w2_lora_b)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from conftest import DEVICES, on_gpu
-from delta_cases import Lists, delta_kwargs, delta_operator
+from delta_cases import DELTAS, Lists, delta_kwargs
 from streams import Captured, busy_stream
 from test_graph import SLOTS, layer_problem, overwrite, variations
 from test_sglang_ops import RUN, buffers, info
@@ -119,7 +119,7 @@ def test_calls_do_not_synchronize(device):
 def test_compile(projection, device):
     spec = Spec(tokens=6, ranks=(4, 8), dtype=torch.bfloat16)
     p = spec.build().to(device)
-    operator = delta_operator(projection)
+    operator = DELTAS[projection]
     lists = Lists(replace(p, lora_ranks=None), projection, naive=False)
 
     def deltas(out, h, arguments):

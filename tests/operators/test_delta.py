@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, naming
-from delta_cases import PLAIN, base_output, check_result, delta_kwargs, delta_operator
+from delta_cases import DELTAS, PLAIN, base_output, check_result, delta_kwargs
 
 import moelora
 from moelora import _C
@@ -26,7 +26,7 @@ def check_delta(p: Problem, projection: str, device: str, add: bool, weight: boo
     inputs = {name: t.clone() for name, t in there.tensors().items()}
     out = base_output(there, delta.size(-1))
     before = out.tensor.clone() if add else torch.zeros_like(out.tensor)
-    y = delta_operator(projection)(
+    y = DELTAS[projection](
         **delta_kwargs(there, projection, **options), add_inputs=add, out=out.tensor
     )
     out.check("out")
@@ -34,7 +34,7 @@ def check_delta(p: Problem, projection: str, device: str, add: bool, weight: boo
     assert_unchanged(inputs, there.tensors())
     check_result(y, before, delta, naive, active, add)
     if not add:
-        fresh = delta_operator(projection)(**delta_kwargs(there, projection, **options))
+        fresh = DELTAS[projection](**delta_kwargs(there, projection, **options))
         assert same_bits(fresh, y)
 
 

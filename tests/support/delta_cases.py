@@ -11,6 +11,7 @@ import moelora
 from moelora.reference.delta import moe_lora_align_lists_ref, num_experts_of
 from moelora.reference.routing import as_list
 
+DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
 # vLLM's operators know neither true ranks nor scalings.
 PLAIN = Spec(tokens=9, ranks=(8, 8, 8), pass_ranks=False, scalings=False, mix="many")
 # Of tiles of vLLM's kernels, behind the block size.
@@ -24,10 +25,6 @@ def delta_kwargs(p: Problem, projection: str, **options) -> dict:
     for name in ("w", "bias", "mul_routed_weight"):
         del arguments[name]
     return {**arguments, "num_experts": p.w13.size(0), **options}
-
-
-def delta_operator(projection: str):
-    return {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}[projection]
 
 
 def columns_of(p: Problem, projection: str) -> int:

@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 from cases import Spec
+from delta_cases import DELTAS
 from gradient_cases import by_autograd, flat, grad_like, leaf_gradients, leaves, on_cpu
 
 import moelora
 from moelora.reference import fused_moe_lora_gemm_backward_ref, naive_fused_moe_lora_gemm_backward
 from moelora.reference.backward import TRAINED_OF_PROJECTION
 
-DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
 FACTORS = ("lora_a", "lora_b")
 
 
@@ -55,10 +55,6 @@ def problem(device="cpu", projection="w13", mul=True, **options):
     arguments = p.to(device).gemm_kwargs(projection, mul)
     columns = arguments["w"].size(1)
     return arguments, grad_like((*p.topk_ids.shape, columns), p.spec.dtype, device)
-
-
-def as_list(value):
-    return value if isinstance(value, list) else [value]
 
 
 def as_projection(projection):

@@ -9,6 +9,7 @@ import torch
 from cases import Spec, same_bits
 from checks import guarded_empty
 from conftest import PLACES, on_gpu
+from delta_cases import DELTAS
 from gradient_cases import FACTORS as FACTORS_OF_LAYER
 from gradient_cases import (
     FEW_PLACES,
@@ -19,9 +20,7 @@ from gradient_cases import (
 )
 from gradient_cases import by_autograd as of_layer
 from projection_cases import (
-    DELTAS,
     FACTORS,
-    as_list,
     for_delta,
     grads_of,
     of_projection,
@@ -33,6 +32,7 @@ from streams import Captured, no_waits
 
 import moelora
 from moelora import ProjectionGradients
+from moelora.reference.routing import as_list
 from moelora.training import touched_pairs
 
 KINDS = ("projection", "delta")

@@ -9,6 +9,7 @@ import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
 from checks import naming
 from conftest import CUDA_DTYPES, DEVICES, PLACES, on_gpu
+from delta_cases import DELTAS
 from gradient_cases import (
     assert_accurate_on_average,
     assert_samples,
@@ -18,9 +19,7 @@ from gradient_cases import (
     saved_bytes,
 )
 from projection_cases import (
-    DELTAS,
     FACTORS,
-    as_list,
     as_projection,
     for_delta,
     grads_of,
@@ -35,6 +34,7 @@ from quantized_cases import build as build_quantized
 from streams import Captured, no_waits
 
 import moelora
+from moelora.reference.routing import as_list
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 

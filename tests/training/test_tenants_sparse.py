@@ -7,14 +7,16 @@ import torch
 from cases import same_bits
 from checks import largest_allocation
 from conftest import on_gpu
+from delta_cases import DELTAS
 from gradient_cases import FEW_PLACES, grad_like
-from projection_cases import DELTAS, FACTORS, as_list, for_delta
+from projection_cases import FACTORS, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
 from test_backwards import SPARSE_SPECS
 
 import moelora
 from moelora.adapters.write import write
 from moelora.operators.sparse import set_sparse
+from moelora.reference.routing import as_list
 from moelora.training import Tenants, touched_pairs
 from moelora.training.tenants import tenants as module
 
