@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, R
+from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, LoRAModelManager, R
 
 pytest_plugins = ["vllm_fixtures"]
 SCALING = 4.0
@@ -363,9 +363,56 @@ def test_an_async_engine(llm):
             serves(engine.step()[name], NAMED[name])
 
 
-def test_workers_without_the_plugin_are_named(llm, monkeypatch):
+WITHOUT = {
+    "the plugin is on here": ({}, {}, "install it in the workers' environment, too"),
+    "other plugins are named": ({"VLLM_PLUGINS": "a"}, {}, "VLLM_PLUGINS=a does not name moelora"),
+    "off": ({"MOELORA_VLLM": "0"}, {}, "MOELORA_VLLM=0"),
+    "no kernels": ({}, {"moelora._C.WITH_CUDA": 0}, "this build of moelora has no CUDA kernels"),
+    "not installed": (
+        {},
+        {"importlib.metadata.entry_points": lambda group: []},
+        "no installed package has moelora's entry point of vllm.general_plugins: pip install",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", WITHOUT)
+def test_workers_without_the_plugin_are_named(llm, monkeypatch, why):
     from vllm.v1.worker.gpu_worker import Worker
 
     monkeypatch.delattr(Worker, "moelora_stage")
-    with pytest.raises(RuntimeError, match="install it in vLLM's environment"):
+    entry = SimpleNamespace(name="moelora", value="moelora.integrations.vllm:register")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    monkeypatch.setattr("moelora._C.WITH_CUDA", 1)
+    environment, changes, message = WITHOUT[why]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name, value in changes.items():
+        monkeypatch.setattr(name, value)
+    with pytest.raises(RuntimeError, match=f"a worker does not know moelora: {message}"):
         update.update_adapters(llm, {"law": given(1)})
+
+
+def test_an_update_costs_no_more_for_more_experts(llm, monkeypatch):
+    """Of an adapter of stacks: no names of experts are looked up, and factors are checked once."""
+    looked_up, checks = [], []
+    get, check = LoRAModelManager._get_lora_layer_weights, update.first_not_finite
+    monkeypatch.setattr(
+        LoRAModelManager,
+        "_get_lora_layer_weights",
+        lambda self, model, name: [looked_up.append(name), get(self, model, name)][1],
+    )
+    monkeypatch.setattr(
+        update, "first_not_finite", lambda all: [checks.append(len(all)), check(all)][1]
+    )
+    update.update_adapters(llm, {"law": given(1, stacks=True)})
+    assert set(looked_up) == {LINEAR, *LAYERS}
+    assert set(checks) == {6 * len(LAYERS)} and len(checks) == len(llm.llm_engine.workers)
+
+
+def test_no_installed_engine_is_tried_through_a_stand_in(request):
+    from vllm_fixtures import has_engine
+
+    items = [item for item in request.session.items if has_engine(item.module)]
+    releases = [item.callspec.params.get("vllm") for item in items if hasattr(item, "callspec")]
+    assert "0.33.0" in releases and "installed" not in releases

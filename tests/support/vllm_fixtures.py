@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import vllm_stand_in
+import vllm_stand_in_lora
 from cases import Problem, Spec
 from conftest import DEVICES
 from stand_in import modules
@@ -18,7 +19,22 @@ needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 _real: dict = {}  # vLLM's own modules, once imported
 
 
-@pytest.fixture(params=["0.26.1", "0.33.0", pytest.param("installed", marks=needs_vllm)])
+def pytest_generate_tests(metafunc):
+    """Releases of vLLM: not an installed one, which has other classes, where an engine stands in
+    for it."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "vllm" in metafunc.fixturenames and "vllm" not in [mark.args[0] for mark in marks]:
+        installed = pytest.param("installed", marks=needs_vllm)
+        more = [] if has_engine(metafunc.module) else [installed]
+        metafunc.parametrize("vllm", ["0.26.1", "0.33.0", *more], indirect=True)
+
+
+def has_engine(module):
+    engines = vllm_stand_in_lora.LLM, vllm_stand_in_lora.LLMEngine
+    return any(value in engines for value in vars(module).values() if isinstance(value, type))
+
+
+@pytest.fixture
 def vllm(request, monkeypatch):
     installed = request.param == "installed"
     drop(HERE, monkeypatch)

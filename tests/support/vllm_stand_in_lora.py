@@ -122,6 +122,8 @@ class LoRAModelManager:
         device = getattr(lora_config, "device", "cpu")
         self.modules = {name: experts(self.lora_slots, device) for name in LAYERS}
         self.modules[LINEAR] = linear(self.lora_slots, device)
+        every = [f"{e}.{p}" for e in range(E) for p in PROJECTIONS]
+        self.packed_modules = {name: [f"{name}.{one}" for one in every] for name in LAYERS}
         self.model = torch.nn.ModuleList(self.modules.values())
         self._registered_adapters, self._active_adapters = LRUCache(), LRUCache()
         self.lora_index_to_id = [None] * self.lora_slots
@@ -133,9 +135,8 @@ class LoRAModelManager:
         return len(self._registered_adapters)
 
     def _create_merged_loras_inplace(self, lora_model):
-        for name in LAYERS:
-            names = [f"{name}.{e}.{p}" for e in range(E) for p in PROJECTIONS]
-            loras = [lora_model.loras.get(one) for one in names]
+        for name, names in self.packed_modules.items():
+            loras = [self._get_lora_layer_weights(lora_model, one) for one in names]
             if not any(loras):
                 continue
             assert all(lora is not None for lora in loras)  # as pack_moe

@@ -18,7 +18,7 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from torch import Tensor
 from moelora.adapters.factors import first_not_finite
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
-from moelora.integrations.vllm import SWITCH, wrap
+from moelora.integrations.vllm import wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
 
 PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
@@ -85,8 +85,8 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
         model, a factor is missing, NaN or infinite, or vLLM does not support it. All adapters are
         then as before, on all ranks.
     RuntimeError
-        A worker has no such method (moelora is not installed there, or MOELORA_VLLM=0), or has
-        lost what was staged; or the engine is an `AsyncLLM`.
+        A worker has no such method, since the plugin is off: the message says why. Or it has lost
+        what was staged, or the engine is an `AsyncLLM`.
 
     Notes
     -----
@@ -116,10 +116,15 @@ async def _call(engine: Any, method: str, *args: Any) -> Sequence[Any]:
     except Exception as error:
         if method not in str(error):
             raise
-        raise RuntimeError(
-            f"a worker does not know moelora ({shown(error)}): install it in vLLM's environment, "
-            f"and leave {SWITCH} unset"
-        ) from error
+        raise RuntimeError(f"a worker does not know moelora: {_why_unknown(error)}") from error
+
+
+def _why_unknown(error: Exception) -> str:
+    """Why the plugin is off in this environment; what the engine says if it is on here."""
+    from moelora.integrations.vllm import interface, report
+
+    why = report.REPORT.off() or interface.problem(interface.UPDATES)
+    return why or f"install it in the workers' environment, too ({shown(error)})"
 
 
 def _refusal(replies: Sequence[str | None]) -> str | None:
@@ -272,7 +277,7 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
                 if handle := isinstance(tensors, (list, tuple)):
                     tensors = opened(tensors, worker)
                 _reading[path] = config, tensors
-                with _splitting(inner, stacks):
+                with _splitting(inner, stacks, tensors):
                     model = manager._load_adapter(LoRARequest(version, number, path, **options))
                     inner._create_merged_loras_inplace(model)
                 _check(inner, model)
@@ -291,17 +296,23 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
 
 
 @contextmanager
-def _splitting(inner: Any, stacks: bool) -> Iterator[None]:
+def _splitting(inner: Any, stacks: bool, keys: Iterable[str]) -> Iterator[None]:
     """vLLM splits PEFT's stacks for layers that have gate and up apart, as it does under
-    `enable_mixed_moe_lora_format`: a few tensors of a layer take the place of six an expert."""
-    name = "_enable_mixed_moe_lora_format"
-    mixed = getattr(inner, name, False)
-    shared = getattr(inner, "_enable_moe_shared_loras", False)
-    setattr(inner, name, mixed or (stacks and not shared))
+    `enable_mixed_moe_lora_format`: a few tensors of a layer take the place of six an expert, whose
+    names vLLM then need not look up."""
+    changed: dict[str, Any] = {}
+    if stacks and not getattr(inner, "_enable_moe_shared_loras", False):
+        changed["_enable_mixed_moe_lora_format"] = True
+    ends = (end for key in keys for end in key.split(".experts.")[1:])
+    if all(end.startswith(("lora_", "base_layer.")) for end in ends):
+        every = inner.packed_modules.items()
+        changed["packed_modules"] = {n: names for n, names in every if not n.endswith(".experts")}
+    before = {name: getattr(inner, name, False) for name in changed}
+    vars(inner).update(changed)
     try:
         yield
     finally:
-        setattr(inner, name, mixed)
+        vars(inner).update(before)
 
 
 def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:
@@ -347,7 +358,7 @@ def _check(inner: Any, model: Any) -> None:
     vLLM copies a smaller one into a part of a slot."""
     if not model.loras:
         raise ValueError("it has no factors")
-    limit, used = inner.lora_config.max_lora_rank, set()
+    limit, used, names, factors = inner.lora_config.max_lora_rank, set(), [], []
     for name, module in inner.modules.items():
         lora = inner._get_lora_layer_weights(model, name)
         if lora is None:
@@ -359,8 +370,6 @@ def _check(inner: Any, model: Any) -> None:
                 raise ValueError(f"{name} has one of lora_A and lora_B without the other")
             if p is None:
                 continue
-            if first_not_finite([p, q]) is not None:
-                raise ValueError(f"{name} has factors that are NaN or infinite")
             if p.shape[-2] != q.shape[-1] or p.shape[-2] > limit:
                 raise ValueError(
                     f"{name} has rank {p.shape[-2]} of lora_A and {q.shape[-1]} of lora_B, wanted "
@@ -375,6 +384,10 @@ def _check(inner: Any, model: Any) -> None:
                     f"columns of lora_A and {rows} rows of lora_B, of {max(experts, default=1)} "
                     "experts"
                 )
+            names += [name, name]
+            factors += [p, q]
+    if (n := first_not_finite(factors)) is not None:  # one wait for the GPU
+        raise ValueError(f"{names[n]} has factors that are NaN or infinite")
     unknown = [name for name, lora in model.loras.items() if id(lora) not in used]
     if unknown and "PPMissingLayer" not in {type(m).__name__ for m in inner.model.modules()}:
         raise ValueError(f"it has factors of {unknown[0]}, which no layer with LoRA is called")
@@ -438,8 +451,7 @@ def _tensors_of(
 
     if path not in _reading:
         return from_local_checkpoint(path, *args, **named)
-    # Copies: vLLM multiplies scalings into B in place, and trainers write their tensors.
-    tensors = {key: t.detach().clone() for key, t in _reading[path][1].items()}
+    tensors = _copies(_reading[path][1], named.get("dtype"))
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) == 1:  # on a GPU they stay there, so that slots are written at its rate
         named["device"] = str(devices.pop())
@@ -447,6 +459,22 @@ def _tensors_of(
     return LoRAModel.from_lora_tensors(
         tensors=tensors, **{name: value for name, value in named.items() if name in taken}
     )
+
+
+def _copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies, of factors in the dtype of slots: vLLM multiplies scalings into B in place, and
+    trainers write their tensors."""
+    copies = {
+        key: torch.empty_like(
+            t,
+            dtype=dtype if ".lora_" in key else None,
+            memory_format=torch.contiguous_format,
+            requires_grad=False,
+        )
+        for key, t in tensors.items()
+    }
+    torch._foreach_copy_([*copies.values()], [t.detach() for t in tensors.values()])
+    return copies
 
 
 def _known_model(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
