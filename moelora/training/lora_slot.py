@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moelora.adapters import checkpoint
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
@@ -21,14 +21,17 @@ from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.new import new_adapter
-from moelora.training.tenants.trained import Trained, like
+from moelora.training.tenants.trained import Trained, like, to_host, whole_on
 
 Source: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
 
 @dataclass(frozen=True)
 class Held:
-    """An adapter in host memory: `LoraSlot.take` returns it, `LoraSlot.put` takes it.
+    """An adapter in host memory: `LoraSlot.take` returns it, `LoraSlot.put` takes it, repeatedly.
+
+    Of a slot on a GPU its tensors are in pinned memory, which is not swapped out; torch keeps it
+    for later ones.
 
     Attributes
     ----------
@@ -86,7 +89,7 @@ class LoraSlot(Trained):
 
     @property
     def is_open(self) -> bool:
-        return any(int(module.lora_ranks[self.slot]) > 0 for module in self._modules.values())  # type: ignore[index]
+        return any(rank > 0 for rank, _ in self._numbers())
 
     def open(
         self,
@@ -122,6 +125,10 @@ class LoraSlot(Trained):
     def put(self, held: Held, optimizer: Optimizer | None = None) -> None:
         """Bring back what `take` or `read` returned, into this slot, whichever it was in.
 
+        Copies from pinned memory are launched on the current stream: what is launched there later
+        sees them, and `held` may be dropped at once. Its tensors may be read and put elsewhere;
+        before they are written, the stream must be synchronized.
+
         Parameters
         ----------
         held : Held
@@ -150,8 +157,7 @@ class LoraSlot(Trained):
         for key, factor in self._keyed().items():
             grad = held.state["factors"][key]["gradient"]
             if grad is not None:
-                whole = padded(grad.to(factor.parameter.device), factor.parameter.shape)
-                factor.parameter.grad = like(factor.parameter, whole)
+                factor.parameter.grad = whole_on(factor.parameter, grad)
 
     def take(self, optimizer: Optimizer | None = None) -> Held:
         """`read`, and free the slot: its parameters become 0, the state of `optimizer` goes."""
@@ -164,16 +170,23 @@ class LoraSlot(Trained):
 
     def read(self, optimizer: Optimizer | None = None) -> Held:
         """The adapter in host memory, with the state of an optimizer of its parameters and its
-        accumulated gradients. ValueError if the slot is not open."""
-        adapter = self._now()
+        accumulated gradients. Waits until the host has all of it. ValueError if the slot is not
+        open."""
         if optimizer is None:
-            return Held(adapter, None)
+            return Held(self._now(), None)
+        self._refresh()
         self._of_slot(optimizer)
-        parameters = self.parameters()
+        factors, parameters = self.factors(), self.parameters()
+        values = [f.own(_whole(p.detach())) for f, p in zip(factors, parameters, strict=True)]
         grads = [None if p.grad is None else _whole(p.grad) for p in parameters]
         counts = {"updates": 0, "pending": int(any(g is not None for g in grads))}
-        state = self._state_of(grads, **counts, accumulation=1, max_norm=None)
-        return Held(adapter, tree_map_only(Tensor, lambda t: _whole(t).cpu(), state))
+        state = self._state_of(grads, _whole, **counts, accumulation=1, max_norm=None)
+        leaves, spec = tree_flatten((values, state))
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for n, copy in zip(places, to_host([leaves[n] for n in places]), strict=True):
+            leaves[n] = copy
+        values, state = tree_unflatten(leaves, spec)
+        return Held(self._adapter_of(values, host=False), state)
 
     def save(
         self, folder: str | Path, optimizer: Optimizer | None = None, *, base: str | None = None
@@ -215,10 +228,26 @@ class LoraSlot(Trained):
 
     # -- inside --
 
-    def _now(self, host: bool = True) -> Adapter:
-        if not self.is_open:
+    def _numbers(self) -> list[tuple[float, float]]:
+        """Rank and scaling of each layer, by one transfer."""
+        modules = list(self._modules.values())
+        device = modules[0].lora_ranks.device
+        numbers = [
+            getattr(m, name)[self.slot].to(device, torch.float32)
+            for m in modules
+            for name in ("lora_ranks", "lora_scalings")
+        ]
+        found = torch.stack(numbers).tolist()
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    def _refresh(self) -> None:
+        numbers = self._numbers()
+        if not any(rank > 0 for rank, _ in numbers):
             raise ValueError(f"slot {self.slot} has no adapter: open it, or put one")
-        self._pairs, self._scalings = self._found()
+        self._note(numbers)
+
+    def _now(self, host: bool = True) -> Adapter:
+        self._refresh()
         return self._adapter_of([_whole(p.detach()) for p in self.parameters()], host)
 
     def parameters(self) -> list[Tensor]:
@@ -243,16 +272,14 @@ class LoraSlot(Trained):
         if self.is_open:
             raise ValueError(f"slot {self.slot} has an adapter: take it or close the slot before")
 
-    def _found(self) -> tuple[dict[Any, tuple[Factor, Factor]], dict[Any, float]]:
-        """The factors of all layers and their scalings, as `Trained` has them."""
-        pairs, scalings = {}, {}
-        for name, module in self._modules.items():
-            rank = int(module.lora_ranks[self.slot])  # type: ignore[index] # buffers
+    def _note(self, numbers: list[tuple[float, float]]) -> None:
+        """Take rank and scaling of each layer into its factors, as `Trained` has them."""
+        self._pairs, self._scalings = {}, {}
+        for (name, module), (rank, scaling) in zip(self._modules.items(), numbers, strict=True):
             for projection, a, b in self._factors_of(module):
-                one = Factor(a, self.slot, a, 1.0, rank, 1), Factor(b, self.slot, b, 1.0, rank, 2)
-                pairs[name, projection] = one
-                scalings[name, projection] = float(module.lora_scalings[self.slot])  # type: ignore[index]
-        return pairs, scalings
+                one, two = ((f, self.slot, f, 1.0, int(rank)) for f in (a, b))
+                self._pairs[name, projection] = Factor(*one, 1), Factor(*two, 2)
+                self._scalings[name, projection] = scaling
 
     @torch.no_grad()
     def _write(self, adapter: Adapter) -> None:
@@ -271,18 +298,23 @@ class LoraSlot(Trained):
             scalings[name], *others = {pair.scalings[0] for pair in pairs.values()}
             if others:
                 raise ValueError(f"{name} has several scalings, wanted one for both projections")
+        numbers: list[tuple[float, float]] = []
         for name, module in self._modules.items():
             for projection, *own in self._factors_of(module):
                 if (pair := found.get(name, {}).get(projection)) is None:
                     continue
                 for parameter, value in zip(own, (pair.a, pair.b), strict=True):
-                    value = value.to(parameter.device, torch.float32)
+                    value = value.to(parameter.device, torch.float32, non_blocking=True)
                     value = value.expand(module.layer.num_experts, -1, -1)
-                    parameter.copy_(like(parameter, padded(value, parameter.shape)))
+                    if hasattr(parameter, "placements"):
+                        parameter.copy_(like(parameter, padded(value, parameter.shape)))
+                    else:
+                        parameter[tuple(map(slice, value.shape))].copy_(value)
             ranks = [pair.rank for pair in found.get(name, {}).values()]
-            module.lora_ranks[self.slot].fill_(max(ranks, default=rank))  # type: ignore[index] # buffers
-            module.lora_scalings[self.slot].fill_(scalings.get(name, 1.0))  # type: ignore[index]
-        self._pairs, self._scalings = self._found()
+            numbers.append((max(ranks, default=rank), scalings.get(name, 1.0)))
+            module.lora_ranks[self.slot].fill_(numbers[-1][0])  # type: ignore[index] # buffers
+            module.lora_scalings[self.slot].fill_(numbers[-1][1])  # type: ignore[index]
+        self._note(numbers)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """`MultiLoraExperts`: what trains in a slot is what trains alone, whatever the other slots do."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import DEVICES
 from gradient_cases import FACTORS, assert_gradients, grad_like, leaves
 from test_sampler_bits import WEIGHTS, draw_weights
+from torch.utils._pytree import tree_flatten
 
 import moelora
 from moelora.training import LoraSlot, MultiLoraExperts, Tenants, set_adapters
@@ -167,9 +170,17 @@ def test_its_tensors_are_the_same_adapter(host):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 1e-2, 0.9)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.SGD(p, 1e-2, 0.9),
+    ],
+)
 def test_a_swap_to_the_host_changes_no_bit(device, make):
-    """Of the one that goes and comes back to another slot, nor of the one that stays."""
+    """Of the one that goes and comes back to another slot, nor of the one that stays, nor of what
+    is held, which may be put again."""
     stays, goes = [], []
     for swaps in (False, True):
         module = experts("16 bits", device)
@@ -182,7 +193,10 @@ def test_a_swap_to_the_host_changes_no_bit(device, make):
         train(module, [1, 0], [1, 0], 1)  # gradients of which are accumulated
         if swaps:
             held = second.take(optimizers[1])
+            pinned = [a.is_pinned() for pair in factors(held.adapter) for a in pair]
             assert all(a.device.type == "cpu" for a, _ in factors(held.adapter))
+            assert pinned == [device == "cuda"] * len(pinned)
+            before = deepcopy(held.state)
             guest = opened(module, 1, 2)
             train(module, [0, 2], [0, 1], 2)
             guest.close()
@@ -200,6 +214,8 @@ def test_a_swap_to_the_host_changes_no_bit(device, make):
                 [t for p in slot.read().adapter.experts["experts"].values() for t in (p.a, p.b)]
             )
     assert same(*stays) and same(*goes)
+    both = (tree_flatten(state["factors"])[0] for state in (held.state, before))
+    assert same(*([t for t in each if isinstance(t, torch.Tensor)] for each in both))
 
 
 def test_rows_and_sequences(tmp_path):

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,13 +52,13 @@ class Trained:
     def _adapter_of(self, values: Sequence[Tensor], host: bool = True) -> Adapter:
         """An adapter of values of `factors`, float32 and without padding: copies on the CPU, or
         views."""
-        by_factor = dict(zip(map(id, self.factors()), values, strict=True))
+        factors = self.factors()
+        values = [factor.own(value) for factor, value in zip(factors, values, strict=True)]
+        by_factor = dict(zip(map(id, factors), to_host(values) if host else values, strict=True))
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
-            a, b = (f.own(by_factor[id(f)]) for f in pair)
-            if host:
-                a, b = (t.to("cpu", copy=True) for t in (a, b))
+            a, b = (by_factor[id(f)] for f in pair)
             scaling = self._scalings[layer, projection]
             if projection == "":
                 linears[layer] = LinearPair(a[0].T if pair[0].dim == 2 else a[0], b[0], scaling)
@@ -65,8 +66,13 @@ class Trained:
                 experts.setdefault(layer, {})[projection] = Pair(a, b, [scaling])  # type: ignore[index] # not ""
         return Adapter(experts, linears)
 
-    def _state_of(self, gradients: Sequence[Tensor | None], **counts: Any) -> dict[str, Any]:
-        """What continues the training beside the factors, by key and without padding."""
+    def _state_of(
+        self,
+        gradients: Sequence[Tensor | None],
+        copy: Callable[[Tensor], Tensor] = Tensor.clone,
+        **counts: Any,
+    ) -> dict[str, Any]:
+        """What continues the training beside the factors, by key and without padding: copies."""
         state, groups = self.optimizer.state_dict(), self._groups()
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         factors = {}
@@ -74,8 +80,11 @@ class Trained:
             values = state["state"].get(numbers.get(key), {})
             factors[key] = {
                 "shape": tuple(factor.own(factor.parameter).shape),
-                "gradient": None if grad is None else factor.own(grad).clone(),
-                "state": {name: _copy_of(value, factor) for name, value in values.items()},
+                "gradient": None if grad is None else copy(factor.own(grad)),
+                "state": {
+                    name: copy(_own(value, factor)) if isinstance(value, Tensor) else value
+                    for name, value in values.items()
+                },
             }
         return {
             "format": FORMAT,
@@ -95,14 +104,16 @@ class Trained:
         check_groups(saved, groups, self.optimizer)
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         states = {}
-        for key, n in numbers.items():
-            factor, of = factors[key], saved["factors"][key]
-            states[n] = {
-                name: like(factor.parameter, padded(value, factor.parameter.shape))
-                if isinstance(value, Tensor) and tuple(value.shape) == of["shape"]
-                else value
-                for name, value in of["state"].items()
-            }
+        for group, keys in zip(self.optimizer.param_groups, groups, strict=True):
+            steps = bool(group.get("fused") or group.get("capturable"))  # are on the device
+            for key in keys:
+                parameter, of = factors[key].parameter, saved["factors"][key]
+                states[numbers[key]] = {
+                    name: _loaded(parameter, value, of["shape"], steps or name != "step")
+                    if isinstance(value, Tensor)
+                    else value
+                    for name, value in of["state"].items()
+                }
         self.optimizer.load_state_dict(
             {
                 "state": {n: values for n, values in states.items() if values},
@@ -124,8 +135,35 @@ def like(parameter: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole.to(parameter.device), mesh, parameter.placements)
 
 
-def _copy_of(value: Any, factor: Factor) -> Any:
-    """A value of an optimizer's state, without padding if it is of the factor's shape."""
-    if not isinstance(value, Tensor):
-        return value
-    return (factor.own(value) if value.shape == factor.parameter.shape else value).clone()
+def whole_on(parameter: Tensor, value: Tensor) -> Tensor:
+    """A new tensor with the value and zeros as padding, where and as the parameter is. A copy of
+    pinned memory is launched on the current stream, without a wait."""
+    value = value.to(parameter.device, non_blocking=True)
+    return like(parameter, padded(value, parameter.shape))
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies in host memory, which is pinned for those of a GPU: all are launched, then
+    this waits once for each GPU."""
+    copies = [
+        torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda).copy_(
+            t, non_blocking=True
+        )
+        for t in tensors
+    ]
+    for device in {t.device for t in tensors if t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _own(value: Tensor, factor: Factor) -> Tensor:
+    """A tensor of an optimizer's state, without padding if it is of the factor's shape."""
+    return factor.own(value) if value.shape == factor.parameter.shape else value
+
+
+def _loaded(parameter: Tensor, value: Tensor, shape: tuple[int, ...], on_device: bool) -> Tensor:
+    """A new tensor for an optimizer's state, where `load_state_dict` would put it."""
+    if tuple(value.shape) == shape:
+        return whole_on(parameter, value)
+    device = parameter.device if on_device else value.device
+    return value.to(device, non_blocking=True, copy=True)
