@@ -38,6 +38,7 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
     "docs/layer.png": ("layer", []),
     "docs/beside.png": ("layer", ["--picture", "beside", "--vllm-version", "0.33"]),
     "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
+    "docs/rl.png": ("rl", ["--picture", "rl"]),
 }
 # {name: (topic of a file, None: of several, its table)}
 MADE = {
