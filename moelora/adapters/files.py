@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 def file_in(folder: Path, name: str) -> Path:
@@ -50,6 +49,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is a {type(content).__name__}, wanted an object")
     return content
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU, which shares memory with no other tensor."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

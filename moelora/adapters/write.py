@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from moelora import _C
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.engine_names import NAMES, OF_TRANSFORMERS, EngineNames
-from moelora.adapters.files import write_tensors
+from moelora.adapters.files import on_host, write_tensors
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
@@ -93,7 +93,7 @@ def peft_tensors(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors that `write` saves; parameters and errors are its. Without
     `copy`, tensors stay on their device and may be views."""
-    plain = _plain if copy else Tensor.detach
+    plain = on_host if copy else Tensor.detach
     modules: list[str] = []
     parameters: list[str] = []
     sizes: dict[str, tuple[int, float]] = {}
@@ -168,7 +168,7 @@ def per_expert_tensors(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors that `write_per_expert` saves; `copy` as of
     `peft_tensors`."""
-    plain = _plain if copy else Tensor.detach
+    plain = on_host if copy else Tensor.detach
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     _check_padding(pairs, rank)
@@ -234,11 +234,6 @@ def _save(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) 
     text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     # safetensors 0.8 makes files that only their owner can read; servers run as other users.
     tensors.chmod(stat.S_IMODE(text.stat().st_mode))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A tensor that shares memory with no other, on the CPU."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _experts(adapter: Adapter, layers: Mapping[str, MoELayer]) -> Rows:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from moelora.integrations.interface import Interface, problem
-
-__all__ = ["HOOKS", "LAYER", "LEGACY", "RUNNER", "TRITON_V2", "Interface", "problem"]
+from moelora.integrations.interface import Interface
+from moelora.integrations.interface import problem as problem
 
 LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 RUNNER = "sglang.srt.lora.moe.runner"

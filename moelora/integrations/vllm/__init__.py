@@ -24,6 +24,7 @@ moelora's deltas. Where a first launch in a worker fails or computes something e
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -122,56 +123,35 @@ def problem_here() -> str | None:
 
 
 def _install() -> None:
-    """Install every hook into vLLM."""
-    from moelora.integrations.vllm import adapters, experts, interface
+    """Install the hooks of every part whose API this vLLM has."""
+    from moelora.integrations.vllm import adapters, experts, interface, linear, prefetch, travel
 
     adapters.install()
     experts.install()
-    if problem := interface.problem(interface.DELTAS):
-        say_once(f"{problem}; vLLM's own kernels add the adapters of its layers")
-    else:
-        from moelora.integrations.vllm import deltas
-
-        deltas.install()
-    from moelora.integrations.vllm import linear
-
-    if problem := linear.off_here() or interface.problem(interface.LINEAR):
-        say_once(f"{problem}; {linear.OWN_KERNELS}")
-    else:
-        linear.install()
-    if problem := interface.problem(interface.CONFIGS):
-        say_once(f"{problem}; no warning for adapters whose columns are not in PEFT's order")
-    else:
-        from moelora.integrations.vllm import configs
-
-        configs.install()
-    if problem := interface.problem(interface.UPDATES):
-        say_once(f"{problem}; update_adapters is off")
-    else:
-        from moelora.integrations.vllm import digests, update
-
-        update.install()
-        digests.install()
-    from moelora.integrations.vllm import prefetch
-
+    needed = {  # by module, with what its absence means
+        "deltas": (interface.DELTAS, "vLLM's own kernels add the adapters of its layers"),
+        "linear": (interface.LINEAR, linear.OWN_KERNELS),
+        "configs": (
+            interface.CONFIGS,
+            "no warning for adapters whose columns are not in PEFT's order",
+        ),
+        "update": (interface.UPDATES, "update_adapters is off"),
+        "digests": (interface.UPDATES, "update_adapters is off"),
+        "prefetch": (interface.PREFETCH, prefetch.OWN_COPIES),
+        "methods": (interface.QUANTIZED, f"{OWN_PATH} for quantized layers"),
+    }
     if not switched_on(prefetch.SWITCH):
-        pass
-    elif problem := interface.problem(interface.PREFETCH):
-        say_once(f"{problem}; {prefetch.OWN_COPIES}")
-    else:
-        prefetch.install()
+        del needed["prefetch"]
+    for name, (part, otherwise) in needed.items():
+        why_not = linear.off_here() if name == "linear" else None
+        if problem := why_not or interface.problem(part):
+            say_once(f"{problem}; {otherwise}")
+        else:
+            importlib.import_module(f"{__name__}.{name}").install()
     if problem := interface.problem(interface.TRAVEL):
         adapters.ranks_mix = problem
     else:
-        from moelora.integrations.vllm import travel
-
         travel.install()
-    if problem := interface.problem(interface.QUANTIZED):
-        say_once(f"{problem}; {OWN_PATH} for quantized layers")
-    else:
-        from moelora.integrations.vllm import methods
-
-        methods.install()
 
 
 from moelora.integrations.vllm.handles import share_tensors  # noqa: E402

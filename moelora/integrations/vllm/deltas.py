@@ -90,47 +90,6 @@ def _gathered(rank: int) -> Callable[[Tensor], Tensor]:
     return gather
 
 
-def _sharded(
-    y: Tensor,
-    x: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    topk_weights: Tensor,
-    ids: Tensor,
-    mapping: Tensor,
-    adapter_enabled: Tensor,
-    experts: int,
-    mul_routed_weight: bool,
-    offset: int,
-    add_inputs: bool,
-) -> None:
-    """`fully_sharded_loras`: ranks exchange data between shrink and expand."""
-    fused_moe_lora(
-        y,
-        x,
-        a,
-        b,
-        topk_weights,
-        None,
-        ids,
-        None,
-        mapping,
-        a[0].size(-2),
-        topk_weights.size(1),
-        None,
-        None,
-        adapter_enabled,
-        *TILES,
-        *TILES,
-        mul_routed_weight,
-        True,
-        offset,
-        add_inputs,
-        num_experts=experts,
-        gather=_gathered(b[0].size(-1)),
-    )
-
-
 def _add(
     delta: Callable[..., Tensor],
     self: Any,
@@ -151,10 +110,30 @@ def _add(
     """
     a, b = map(_factors, stacks)
     weights, ids, expert_map, mapping = routes
-    if offset is not None:
-        rows = weights, _local_ids(ids, expert_map), mapping
-        _sharded(
-            out, x, a, b, *rows, adapter_enabled, experts, mul_routed_weight, offset, add_inputs
+    if offset is not None:  # ranks exchange data between shrink and expand
+        fused_moe_lora(
+            out,
+            x,
+            a,
+            b,
+            weights,
+            None,
+            _local_ids(ids, expert_map),
+            None,
+            mapping,
+            a[0].size(-2),
+            weights.size(1),
+            None,
+            None,
+            adapter_enabled,
+            *TILES,
+            *TILES,
+            mul_routed_weight,
+            True,
+            offset,
+            add_inputs,
+            num_experts=experts,
+            gather=_gathered(b[0].size(-1)),
         )
         return
     delta(
@@ -249,17 +228,10 @@ def _is_ours(add_lora_w13: Callable[..., Any], self: Any, call: GateUp) -> bool:
                 num_tokens=count,
                 token_lora_mapping=mapping[:count] if call.token_lora_mapping is not None else None,
             )
-            return race.Sides(
-                lambda: _nothing(_add_gate_up(self, part)),
-                lambda: _nothing(add_lora_w13(self, *part)),
-            )
+            return race.Sides(lambda: _add_gate_up(self, part), lambda: add_lora_w13(self, *part))
 
         race.race(of, found, tokens, (True,), sides)
     return found.is_ours(tokens, True)
-
-
-def _nothing(_: Any) -> None:
-    """Drop what a side returns."""
 
 
 def _add_gate_up(

@@ -51,9 +51,12 @@ class Format:
     loaded_biases: bool = False
 
 
-def _method(module: str, name: str, init: str) -> Interface:
+def _method(module: str, name: str, init: str, selects: str = "") -> Interface:
+    """`selects`: a function of the module that selects kernels."""
     functions = {f"{name}.__init__": init, f"{name}.process_weights_after_loading": "self layer"}
-    return Interface(replaced={module: functions})
+    return Interface(
+        replaced={module: functions}, called={module: {selects: "config"}} if selects else {}
+    )
 
 
 def _get(layer: Any, name: str) -> Tensor:
@@ -94,10 +97,6 @@ def _gpt_oss(method: Any, layer: Any, name: str, options: dict[str, Any]) -> Qua
     return QuantizedWeights.from_mxfp4(blocks, scales, **options)
 
 
-def _mxfp4_compressed_reason(method: Any) -> str | None:
-    return "vLLM's kernels take activations in MXFP4" if method.use_cutlass_mxfp4 else None
-
-
 def _nvfp4_reason(method: Any) -> str | None:
     """Where vLLM has kernels of FP4 for activations, W4A16 would be another model."""
     backend = method.nvfp4_backend.name
@@ -113,10 +112,6 @@ def _gptq_reason(method: Any) -> str | None:
     if getattr(config, "desc_act", False):
         return "GPTQ weights are in the order of their activations (desc_act)"
     return None if config.is_sym else "GPTQ weights have zero points"
-
-
-def _awq_reason(method: Any) -> str | None:
-    return None if method.quant_config.zero_point else "AWQ weights have no zero points"
 
 
 def _compressed(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
@@ -164,10 +159,7 @@ _SCHEME = "self weight_quant input_quant moe layer_name"  # of compressed-tensor
 FORMATS = {
     "gpt_oss": Format(
         "MXFP4 of gpt-oss",
-        Interface(
-            replaced=_method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe").replaced,
-            called={f"{_QUANT}.mxfp4": {"select_mxfp4_moe_backend": "config"}},
-        ),
+        _method(f"{_QUANT}.mxfp4", "GptOssMxfp4MoEMethod", "self moe", "select_mxfp4_moe_backend"),
         _gpt_oss,
         interleaved=True,
         rounds=True,
@@ -194,7 +186,9 @@ FORMATS = {
         "MXFP4, compressed-tensors",
         _method(f"{_COMPRESSED}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod", "self moe"),
         _of(QuantizedWeights.from_mxfp4, blocks="weight_packed", scales="weight_scale"),
-        _mxfp4_compressed_reason,
+        lambda method: (
+            "vLLM's kernels take activations in MXFP4" if method.use_cutlass_mxfp4 else None
+        ),
     ),
     "nvfp4_modelopt": Format(
         "NVFP4 with 16-bit activations, ModelOpt",
@@ -244,7 +238,9 @@ FORMATS = {
             scales="scales",
             qzeros="qzeros",
         ),
-        _awq_reason,
+        lambda method: (
+            None if method.quant_config.zero_point else "AWQ weights have no zero points"
+        ),
     ),
     "compressed_tensors": Format(
         "INT4, compressed-tensors",

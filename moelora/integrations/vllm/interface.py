@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from moelora.integrations.interface import Interface, is_absent, problem
-
-__all__ = [
-    "BATCHED",
-    "CONFIGS",
-    "DELTAS",
-    "LAYERS",
-    "LINEAR",
-    "PREFETCH",
-    "QUANTIZED",
-    "SHARED",
-    "TRAVEL",
-    "UPDATES",
-    "Interface",
-    "is_absent",
-    "problem",
-]
+from moelora.integrations.interface import Interface
+from moelora.integrations.interface import problem as problem
+from moelora.integrations.vllm.deltas import Down, GateUp
+from moelora.integrations.vllm.served import Call
 
 _MOE = "vllm.model_executor.layers.fused_moe"
+_EXPERTS = {  # methods of experts classes
+    "moe_problem_size": "self a1 w1 w2 topk_ids",
+    "workspace_shapes": (
+        "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
+    ),
+    "apply": " ".join(("self", *Call._fields)),
+}
+_CREATE, _SET = "self max_loras lora_config model_config", "self index lora_a lora_b"
 
 LAYERS = Interface(
     replaced={
         f"{_MOE}.experts.triton_moe": {
             "TritonExperts.__init__": "self moe_config quant_config",
             "TritonExperts.set_lora_context": "self ctx",
-            "TritonExperts.moe_problem_size": "self a1 w1 w2 topk_ids",
-            "TritonExperts.workspace_shapes": (
-                "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
-            ),
-            "TritonExperts.apply": (
-                "self output hidden_states w1 w2 topk_weights topk_ids activation "
-                "global_num_experts expert_map a1q_scale a2_scale workspace13 workspace2 "
-                "expert_tokens_meta apply_router_weight_on_input"
-            ),
+            **{f"TritonExperts.{name}": parameters for name, parameters in _EXPERTS.items()},
         },
         f"{_MOE}.modular_kernel": {
             "FusedMoEKernel.__init__": "self prepare_finalize fused_experts"
@@ -43,10 +30,10 @@ LAYERS = Interface(
         f"{_MOE}.oracle.unquantized": {"backend_to_kernel_cls": "backend"},
         "vllm.lora.layers.fused_moe": {
             "FusedMoEWithLoRA._build_lora_context": "self",
-            "FusedMoEWithLoRA.create_lora_weights": "self max_loras lora_config model_config",
-            "FusedMoE3DWithLoRA.create_lora_weights": "self max_loras lora_config model_config",
-            "FusedMoEWithLoRA.set_lora": "self index lora_a lora_b",
-            "FusedMoE3DWithLoRA.set_lora": "self index lora_a lora_b",
+            "FusedMoEWithLoRA.create_lora_weights": _CREATE,
+            "FusedMoE3DWithLoRA.create_lora_weights": _CREATE,
+            "FusedMoEWithLoRA.set_lora": _SET,
+            "FusedMoE3DWithLoRA.set_lora": _SET,
         },
         "vllm.lora.ops.triton_ops.lora_kernel_metadata": {
             "LoRAKernelMeta.prepare_tensors": "self token_lora_mapping",
@@ -72,15 +59,7 @@ BATCHED = Interface(
             "BatchedTritonExperts.__init__": (
                 "self moe_config quant_config max_num_tokens num_dispatchers"
             ),
-            "BatchedTritonExperts.moe_problem_size": "self a1 w1 w2 topk_ids",
-            "BatchedTritonExperts.workspace_shapes": (
-                "self M N K topk global_num_experts local_num_experts expert_tokens_meta activation"
-            ),
-            "BatchedTritonExperts.apply": (
-                "self output hidden_states w1 w2 topk_weights topk_ids activation "
-                "global_num_experts expert_map a1q_scale a2_scale workspace13 workspace2 "
-                "expert_tokens_meta apply_router_weight_on_input"
-            ),
+            **{f"BatchedTritonExperts.{name}": parameters for name, parameters in _EXPERTS.items()},
         },
     },
     fields={f"{_MOE}.modular_kernel": {"ExpertTokensMetadata": "expert_num_tokens"}},
@@ -89,17 +68,8 @@ BATCHED = Interface(
 DELTAS = Interface(
     replaced={
         "vllm.lora.punica_wrapper.punica_gpu": {
-            "PunicaWrapperGPU.add_lora_w13": (
-                "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 "
-                "num_tokens top_k_num max_loras adapter_enabled local_num_experts top_k num_slices "
-                "fully_sharded use_tuned_config add_inputs token_lora_mapping"
-            ),
-            "PunicaWrapperGPU.add_lora_w2": (
-                "self y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora "
-                "expert_ids_lora num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 "
-                "top_k_num max_loras adapter_enabled top_k fully_sharded tp_rank use_tuned_config "
-                "add_inputs"
-            ),
+            "PunicaWrapperGPU.add_lora_w13": " ".join(("self", *GateUp._fields)),
+            "PunicaWrapperGPU.add_lora_w2": " ".join(("self", *Down._fields)),
         },
     },
     called={
@@ -110,7 +80,6 @@ DELTAS = Interface(
     },
 )
 
-_CREATE, _SET = "self max_loras lora_config model_config", "self index lora_a lora_b"
 _MAPPED = (
     "token_lora_mapping token_indices_sorted_by_lora_ids num_tokens_per_lora lora_token_start_loc "
     "lora_ids no_lora_flag_cpu num_active_loras"

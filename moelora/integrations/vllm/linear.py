@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moelora import _C
+from moelora.adapters.transfer import is_capturing
 from moelora.integrations import reason_against_device, switched_off, switched_on
 from moelora.integrations.vllm import race, say_once, wrap
 from moelora.operators.delta import moe_lora_gate_up_delta
@@ -157,11 +158,15 @@ def _linear(
     *,
     buffer: None = None,
     add_inputs: bool = True,
+    meta: Any = None,
     **unused: Any,
 ) -> None:
-    _call(
-        add, self, self.token_mapping_meta, y, x, lora_a_stacked, lora_b_stacked, scale, add_inputs
-    )
+    meta = self.token_mapping_meta if meta is None else meta
+    y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
+    tokens, factors = x.size(0), ([*lora_a_stacked], [*lora_b_stacked])
+    of_kernels = meta.meta_args(tokens, self.lora_config.specialize_active_lora)
+    mapping = meta.token_lora_mapping[:tokens]
+    add(y, x, *factors, mapping, meta.no_lora_flag_cpu, [*of_kernels], scale, add_inputs)
 
 
 def _logits(
@@ -177,28 +182,8 @@ def _logits(
     buffer: None = None,
     **unused: Any,
 ) -> None:
-    _call(
-        add, self, self.prompt_mapping_meta, y, x, [lora_a_stacked], [lora_b_stacked], scale, True
-    )
-
-
-def _call(
-    add: Any,
-    punica: Any,
-    meta: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a: Sequence[Tensor],
-    lora_b: Sequence[Tensor],
-    scale: float,
-    add_inputs: bool,
-) -> None:
-    y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
-    tokens = x.size(0)
-    of_kernels = meta.meta_args(tokens, punica.lora_config.specialize_active_lora)
-    mapping = meta.token_lora_mapping[:tokens]
-    no_lora = meta.no_lora_flag_cpu
-    add(y, x, [*lora_a], [*lora_b], mapping, no_lora, [*of_kernels], scale, add_inputs)
+    factors, meta = ([lora_a_stacked], [lora_b_stacked]), self.prompt_mapping_meta
+    _linear(add, add_lora_logits, self, y, x, *factors, scale, (), meta=meta)
 
 
 @functools.cache
@@ -225,7 +210,7 @@ def _add(
     if no_lora.item():
         return
     ranks = _ranks.get(lora_a[0].data_ptr())
-    if ranks is not None and not any(ranks.on_host) and not _captures(x):
+    if ranks is not None and not any(ranks.on_host) and not (x.is_cuda and is_capturing()):
         return  # a graph is replayed with other adapters
     reason = reason_against_device() or (None if scale == 1 else f"adapters have the scale {scale}")
     if reason is None:
@@ -248,10 +233,6 @@ def _add(
             reason = str(refusal)
     say_once(f"{reason}; {OWN_KERNELS}")
     _add_by_vllm(y, x, lora_a, lora_b, meta, scale, add_inputs)
-
-
-def _captures(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _add_by_vllm(

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
 from moelora.integrations import shown
+from moelora.integrations.interface import is_absent
 from moelora.integrations.vllm import (
     OWN_PATH,
     UNEXPECTED,
@@ -53,7 +54,7 @@ def install() -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if interface.is_absent(module, error):
+            if is_absent(module, error):
                 continue  # not in this release
         except Exception:
             pass  # `problem` says why

@@ -49,8 +49,8 @@ _spent = 0.0
 class Sides(NamedTuple):
     """The same layer by moelora and by vLLM."""
 
-    ours: Callable[[], None]
-    theirs: Callable[[], None]
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
 
 
 @dataclass
@@ -76,15 +76,11 @@ class Table:
         return not rows or any(ours > NOISE * theirs for ours, theirs in rows)
 
 
-def forced() -> bool:
-    return switched_on(SWITCH)
-
-
 @functools.cache
 def wanted() -> bool:
     """Whether layers race: on cards other than those that moelora was measured on, or with the
     kernels of other cards (MOELORA_MAX_CC), unless MOELORA_VLLM=1."""
-    return not forced() and torch.cuda.is_available() and not is_measured(_card())
+    return not switched_on(SWITCH) and torch.cuda.is_available() and not is_measured(_card())
 
 
 def is_measured(card: str) -> bool:
@@ -168,7 +164,7 @@ def _row(sides: Sides) -> tuple[float, float] | None:
         _spent += time.monotonic() - start
 
 
-def measure(run: Callable[[], None]) -> float:
+def measure(run: Callable[[], object]) -> float:
     """Seconds of one call on the GPU, from a graph: of a few tokens the host takes longer. The
     least of three."""
     graph, side, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()

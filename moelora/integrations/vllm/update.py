@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.factors import first_not_finite
+from moelora.adapters.files import on_host
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
 from moelora.integrations.vllm import wrap
@@ -223,11 +224,6 @@ def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save
 
     return save({key: on_host(tensor) for key, tensor in tensors.items()})
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def has_left(request: Any) -> bool:
