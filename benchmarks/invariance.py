@@ -34,7 +34,7 @@ from torch import Tensor
 import moelora
 from moelora import _C
 from moelora.bench import results
-from moelora.reference.routing import as_list
+from moelora.operators.call import factor_list
 
 MOST = {"cuda": 8192, "cpu": 96}  # tokens of a composition
 POOL = {"cuda": 640, "cpu": 48}
@@ -92,7 +92,7 @@ def lists_of(p: Problem, experts: int, block: int, lora_ids: Tensor) -> tuple[Te
 
 def vllm(base: Tensor, block: int, p: Problem, index: Tensor) -> Tensor:
     """Its `fused_moe_lora` onto `base`, by lists of blocks or, of block 0, without."""
-    a, b = as_list(p.w13_lora_a), as_list(p.w13_lora_b)
+    a, b = factor_list(p.w13_lora_a), factor_list(p.w13_lora_b)
     out, slots, experts = base[index], len(p.spec.ranks), p.w13.size(0)
     who, active = (None, p.topk_ids.reshape(-1), None), None
     if block:

@@ -72,12 +72,12 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
     if quantized:
         from moelora import QuantizedWeights
         from moelora.integrations.transformers.layers import moe_layers
-        from moelora.integrations.transformers.projection import set_quantized
+        from moelora.integrations.transformers.projection import set_weights
 
         for experts, _ in moe_layers(model).values():
             up, down = (w.detach() for w in (experts.gate_up_proj, experts.down_proj))
             up = QuantizedWeights.from_dense(up, case["format"], gate_up="concatenated")
-            set_quantized(experts, (up, QuantizedWeights.from_dense(down, case["format"])))
+            set_weights(experts, (up, QuantizedWeights.from_dense(down, case["format"])))
         model.set_experts_implementation("moelora")
     return model
 

@@ -65,11 +65,6 @@ def places(
     return found
 
 
-def check_function(argument: str, given: object) -> None:
-    if given is not None and not callable(given):
-        raise ValueError(f"{argument} is {given!r}, wanted a function")
-
-
 def check_out(out: object, tokens: int, device: torch.device) -> None:
     """ValueError unless a mapping of this many tokens can be written into it."""
     if not isinstance(out, torch.Tensor):

@@ -221,15 +221,6 @@ class Bringing(Versions):
                 self._coming.discard(name)
                 raise
 
-    def bring_wanted(self, name: str) -> None:
-        """Bring an adapter, in a thread, if a batch still wants it."""
-        try:
-            with self._ahead(name):
-                if name in self.residents.wanted:
-                    self.bring(name, None)
-        finally:
-            self._coming.discard(name)
-
     @contextmanager
     def _ahead(self, name: str) -> Iterator[None]:
         """Keep an error for `ready` to raise; an adapter without a slot is tried again later."""
@@ -243,7 +234,12 @@ class Bringing(Versions):
 
 
 def _bring(versions: weakref.ref[Bringing], name: str) -> None:
-    """Body of a reader thread. Its errors are kept; `take` tries again, and raises its own."""
-    found = versions()
-    if found is not None:
-        found.bring_wanted(name)
+    """Body of a reader thread: bring an adapter if a batch still wants it. Its errors are kept;
+    `take` tries again, and raises its own."""
+    if (found := versions()) is not None:
+        try:
+            with found._ahead(name):
+                if name in found.residents.wanted:
+                    found.bring(name, None)
+        finally:
+            found._coming.discard(name)

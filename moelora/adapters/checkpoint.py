@@ -27,6 +27,7 @@ from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import PRUNED, ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
+from moelora.operators.checks import about
 from moelora.operators.storage import check_held
 
 # Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
@@ -180,10 +181,8 @@ class _Reader:
             self._shapes[text] = weights[text].shape
             parameter = place.parameter if isinstance(place, ExpertPlace) else None
             if parameter is not None and parameter not in self._layouts:
-                try:
+                with about(text, ValueError):
                     self._layouts[parameter] = lora.columns.of(parameter, layout)
-                except ValueError as error:
-                    raise ValueError(f"{text}: {error}") from None
         for layer, (expert, text) in last.items():
             if expert >= layer.num_experts:
                 raise ValueError(
@@ -208,13 +207,13 @@ class _Reader:
         for place in self._places:
             text = place.key.text
             shape, rank = self._shapes[text], self._ranks[text]
-            hint = place.hint(shape, rank) if isinstance(place, ExpertPlace) else ""
-            check_shape(text, shape, self._forms(place), hint)
-            factor = self._factor(place)
             if isinstance(place, LinearPlace):
-                self._of_linears.add(place, factor, self._shapes[text])
+                check_shape(text, shape, linear_pairs.shapes(place, rank))
+                self._of_linears.add(place, self._factor(place), shape)
             else:
-                self._of_experts.add(place, factor, self._exchanged)
+                forms = expert_pairs.shapes(place, rank, self._exchanged)
+                check_shape(text, shape, forms, place.hint(shape, rank))
+                self._of_experts.add(place, self._factor(place), self._exchanged)
         self._of_experts.check()
         self._of_linears.check()
 
@@ -252,13 +251,6 @@ class _Reader:
             keys = [place.key.text for place in self._places]
             self._finite = self._weights.check_together(keys)
         return Adapter(self._of_experts.join(), self._of_linears.join())
-
-    def _forms(self, place: Place) -> list[tuple[int | None, ...]]:
-        """Shapes that a factor may have."""
-        rank = self._ranks[place.key.text]
-        if isinstance(place, LinearPlace):
-            return linear_pairs.shapes(place, rank)
-        return expert_pairs.shapes(place, rank, self._exchanged)
 
     def _factor(self, place: Place) -> Factor:
         text = place.key.text

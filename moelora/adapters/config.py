@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from moelora.adapters.columns import DETAIL, MARK, Columns
 from moelora.adapters.files import file_in, read_json
 from moelora.adapters.patterns import Patterns
+from moelora.operators.checks import about
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -114,10 +115,8 @@ class LoraConfig:
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
         raw = read_json(path)
-        try:
+        with about(path, ValueError):
             return cls.parse(raw)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> LoraConfig:
@@ -126,7 +125,9 @@ class LoraConfig:
             raw = raw.to_dict()
         if not isinstance(raw, Mapping):
             raise ValueError(f"the configuration is a {type(raw).__name__}, wanted an object")
-        if raw.get("peft_type", _plain_type(raw)) != "LORA":
+        # Tinker's configurations only have rank and alpha.
+        kind = "LORA" if {"r", "lora_alpha"} <= raw.keys() else None
+        if raw.get("peft_type", kind) != "LORA":
             raise ValueError(f"peft_type is {_short(raw.get('peft_type'))}, wanted 'LORA'")
         for key, value in raw.items():
             if key in _UNDERSTOOD or key in _NO_EFFECT or not value:
@@ -189,11 +190,6 @@ class LoraConfig:
         return version < (0, 19, 0) and not transposed
 
 
-def _plain_type(raw: Mapping[str, Any]) -> str | None:
-    """Type of a configuration without `peft_type`: Tinker's only have rank and alpha."""
-    return "LORA" if {"r", "lora_alpha"} <= raw.keys() else None
-
-
 def _first(patterns: Patterns[V], paths: tuple[str, ...], default: V) -> V:
     missing: Any = None
     for path in dict.fromkeys(paths):
@@ -209,10 +205,8 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
     for key in value:
         if not isinstance(key, str):
             raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
-    try:
+    with about(name, ValueError):
         return Patterns({k: checked(k, v) for k, v in value.items()}, name)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:

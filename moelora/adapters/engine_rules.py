@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from moelora.adapters.engine_names import STACKED, names_of
+from moelora.adapters.keys import canonical, module_of
 from moelora.adapters.layers import LinearLayer, MoELayer, Projection
 
 Engine: TypeAlias = Literal["vllm", "sglang"]
@@ -232,8 +233,6 @@ def _unknown(
 
 def _near(module: str, places: Mapping[str, _Place]) -> str:
     """The name that vLLM has for a module which is spelled otherwise."""
-    from moelora.adapters.keys import canonical, module_of
-
     spelled = canonical(module_of(f"base_model.model.{module}"))
     return next((name for name in places if canonical(name) == spelled), "")
 
@@ -355,13 +354,7 @@ def _sglang_fate(
     name = linears.get((layer, last))
     if name is None:
         return Fate(key, "ignored", why=f"layer {layer} of the model has no {last}")
-    if not _same(name, module):
+    if canonical(name) != canonical(module_of(module)):
         why = f"SGLang adds it to {name}, whatever the rest of its name says"
         return Fate(key, "misread", why=why)
     return Fate(key, "used", name)
-
-
-def _same(name: str, module: str) -> bool:
-    from moelora.adapters.keys import canonical, module_of
-
-    return canonical(name) == canonical(module_of(module))

@@ -63,9 +63,8 @@ _SAME = {
     "wr_du": "r_proj",
     "wo_ud": "o_proj",
 }
-_ROUTER = re.compile(
-    r"\.gate\.(?:gate|layer|linear)(?=\.|$)"
-)  # a router whose linear is a module of its
+# A router whose linear layer is a module of its own.
+_ROUTER = re.compile(r"\.gate\.(?:gate|layer|linear)(?=\.|$)")
 _SHARED = re.compile(r"\.mlp\.shared_experts(?=\.|$)")  # in some models not inside the MLP
 
 

@@ -5,6 +5,11 @@ from collections.abc import Iterable
 BASE = "__base__"  # PEFT's
 
 
+def is_called(name: str, target: str) -> bool:
+    """Whether a layer is `target`, by its name or the end of it."""
+    return name == target or name.endswith(f".{target}")
+
+
 def listed(names: Iterable[str | None]) -> list[str | None]:
     """Names as a list; ValueError for a string, of which each character would be one."""
     if isinstance(names, str):

@@ -53,18 +53,15 @@ class Patterns(Generic[V]):
                 raise ValueError(
                     f"key {key[:40]!r}... has {len(key)} characters, wanted at most {MAX_LENGTH}"
                 )
-            if _NAME.fullmatch(key):
-                self._add_name(key, number)
+            if not _NAME.fullmatch(key):
+                with self._limited():
+                    self._compiled.append((number, _compiled(key)))
                 continue
-            with self._limited():
-                self._compiled.append((number, _compiled(key)))
-
-    def _add_name(self, key: str, number: int) -> None:
-        # A backslash replaces an escaped dot, so that lengths are those of paths.
-        text = re.sub(r"\\.", r"\\", key, flags=re.DOTALL)
-        wild = tuple(n for n, c in enumerate(text) if c == ".")
-        names = self._names.setdefault((len(text), wild), {})
-        names.setdefault(text.replace("\\", "."), number)
+            # A backslash replaces an escaped dot, so that lengths are those of paths.
+            text = re.sub(r"\\.", r"\\", key, flags=re.DOTALL)
+            wild = tuple(n for n, c in enumerate(text) if c == ".")
+            names = self._names.setdefault((len(text), wild), {})
+            names.setdefault(text.replace("\\", "."), number)
 
     def find(self, path: str, default: V) -> V:
         """Value of the first key that matches `path`, or its end after a dot.

@@ -144,9 +144,7 @@ Place: TypeAlias = ExpertPlace | LinearPlace
 V = TypeVar("V")
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _canonical(module: str) -> str:
-    return canonical(module)
+_canonical = functools.lru_cache(maxsize=1 << 14)(canonical)
 
 
 def _of_experts(module: str) -> str:
@@ -181,7 +179,7 @@ class Modules:
     ):
         self._lora = lora
         self._experts = _Names(((layer.name, layer) for layer in layers), _of_experts)
-        self._beside = _Names((_parent(layer.name), layer) for layer in layers)
+        self._beside = _Names((layer.name.rpartition(".")[0], layer) for layer in layers)
         self._linears = _Names((linear.name, linear) for linear in linears)
 
     def locate(self, key: Key) -> Place:
@@ -315,7 +313,3 @@ def _layer_of(module: str) -> int | None:
     """Number of a module's decoder layer."""
     match = re.match(r"layers\.(\d{1,9})\.", _canonical(module))
     return None if match is None else int(match[1])
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -14,6 +14,7 @@ them is overwritten and added after the last. A slot that is written without the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -132,7 +133,8 @@ class AdapterPool(ServingPool):
         check_flag("shared_outer", shared_outer)
         others = {} if others is None else others
         check_mapping("others", others)
-        arguments.check_function("own", own)
+        if own is not None and not callable(own):
+            raise ValueError(f"own is {own!r}, wanted a function")
         self.device = arguments.device_of("device", device)
         self.places = arguments.places(names, self.device, dtype, places)
         if isinstance(w13_slices, bool) or w13_slices not in (1, 2):
@@ -167,7 +169,8 @@ class AdapterPool(ServingPool):
         self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
         self.adapter_enabled = tables.enabled
         self._pinned = any(device.type == "cuda" for device in self.devices)
-        self._host = Host(host, self._staged_folder, self._pinned) if host else None
+        stage = partial(self._reader.stage, config=None)  # of a name, its folder and layout
+        self._host = Host(host, stage, self._pinned) if host else None
         self._versions = Bringing(self._slots, max_loras, self._host)
         self._lock = self._versions.lock
 
@@ -463,6 +466,3 @@ class AdapterPool(ServingPool):
         if self._host is None:
             return None
         return Source.of(source, layout, self._host.copied(staged))
-
-    def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
-        return self._reader.stage(name, folder, None, layout)

@@ -149,18 +149,16 @@ class ServingPool:
         """What this process holds of every layer's factors: "whole", or its part of the weight's
         axis, with the shapes of A and B for one adapter."""
         held: dict[str, str] = {}
-        for name in self.layers:
-            factors: dict[str, Any] = {**self.layer(name)}
+        for name in (*self.layers, *self.linears):
+            is_linear = name in self.linears  # of one expert
+            factors: dict[str, Any] = {**(self.linear(name) if is_linear else self.layer(name))}
             shapes = {
-                side: tuple((stack[0] if isinstance(stack, tuple) else stack).shape[1:])
+                side: tuple(
+                    (stack[0] if isinstance(stack, tuple) else stack).shape[1 + is_linear :]
+                )
                 for side, stack in factors.items()
-                if "_lora_" in side
+                if side.endswith(("lora_a", "lora_b"))
             }
-            held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
-        for name in self.linears:
-            linear = self.linear(name)
-            a, b = linear["lora_a"], linear["lora_b"]
-            shapes = {"lora_a": tuple(a.shape[2:]), "lora_b": tuple(b.shape[2:])}
             held[name] = f"{self.shards.get(name, 'whole')}: {shapes}"
         return held
 

@@ -170,10 +170,6 @@ def _kind(value: object) -> str:
 # ---- the pickle ----
 
 
-def _empty() -> _Items:
-    return _Items()
-
-
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> _Tensor:
     if len(more) != 2:  # of `tensor.imag` of a conjugate: negated when read
         raise ValueError("a tensor has metadata, such as that of a negated view")
@@ -185,16 +181,12 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> _T
     return _Tensor(record, dtype, offset, tuple(size), tuple(stride))
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 _GLOBALS = {
     **_STORAGES,
-    "collections.OrderedDict": _empty,
+    "collections.OrderedDict": lambda: _Items(),  # without items
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
 }
 
 

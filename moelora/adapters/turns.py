@@ -8,7 +8,7 @@ have to leave for the first one that waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moelora.adapters.held import Loaded, NoSlot
 
@@ -72,15 +72,12 @@ class Turns:
             return set()
         missing = sum(name not in loaded for name in first.names)
         first.leaving.intersection_update(loaded)
-        for name in _may_leave(loaded, first.names):
+        for name, one in loaded.items():
             if len(first.leaving) >= missing:
                 break
-            first.leaving.add(name)
+            if not one.pinned and name not in first.names:
+                first.leaving.add(name)
         return first.leaving
 
     def _first(self) -> Turn | None:
         return next(iter(self._waiting), None)
-
-
-def _may_leave(loaded: Mapping[str, Loaded], names: Sequence[str]) -> Iterable[str]:
-    return (name for name, one in loaded.items() if not one.pinned and name not in names)

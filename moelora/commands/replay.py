@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         print(f"raises now: {printable(error)}")
         return 1
-    print("returns now:", ", ".join(_summary(t) for t in _tensors(out)) or "nothing")
+    print("returns now:", ", ".join(_summary(t) for t in dump.tensors_in(out)) or "nothing")
     return 0
 
 
@@ -51,10 +51,6 @@ def _to(value: Any, device: str) -> Any:
     if isinstance(value, list):
         return [_to(item, device) for item in value]
     return dump.moved(value, device) if isinstance(value, Tensor) else value
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else list(out or ())
 
 
 def _summary(t: Tensor) -> str:

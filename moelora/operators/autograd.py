@@ -168,21 +168,13 @@ WEIGHTS = (
     "the weights of experts are frozen: their gradient is never computed; pass {name}.detach(), or "
     "{name}.requires_grad_(False)"
 )
+OUT = "there is no backward of a call with out=: leave it out, or call under torch.no_grad()"
 NO_BACKWARD = {
-    "fused_experts_lora_out": "there is no backward of a call with out=: leave it out, or call "
-    "under torch.no_grad()",
-    "fused_moe_lora_gemm_out": "there is no backward of a call with out=: leave it out, or call "
-    "under torch.no_grad()",
-    "fused_moe_lora_gemm_backward": TWICE,
-    "fused_moe_lora_gemm_backward_out": TWICE,
-    "fused_experts_lora_backward": TWICE,
-    "fused_experts_lora_backward_out": TWICE,
-    "fused_experts_lora_backward_over": TWICE,
+    **dict.fromkeys(("fused_experts_lora_out", "fused_moe_lora_gemm_out"), OUT),
+    **{f"{of.name}{end}": TWICE for of in BACKWARDS.values() for end in ("", "_out", "_over")},
 }
 FROZEN = {
-    "w": WEIGHTS,
-    "w13": WEIGHTS,
-    "w2": WEIGHTS,
+    **dict.fromkeys(("w", "w13", "w2"), WEIGHTS),
     "lora_scalings": "a scaling has no gradient: pass {name}.detach(), and multiply the factors by "
     "what is to be trained",
 }

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
+
+
+@contextmanager
+def about(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds say what they are about."""
+    try:
+        yield
+    except kinds as error:
+        kind = next(one for one in kinds if isinstance(error, one))
+        raise kind(f"{what}: {error}") from None
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

@@ -16,12 +16,13 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moelora import _C
 from moelora.operators.checks import dtype_name
@@ -41,7 +42,7 @@ UNLIMITED = 2**31 - 1  # number of experts for sorted lists, which do not count 
 
 def nbytes(args: Sequence[Any]) -> int:
     """Bytes of the elements that `write` would write."""
-    return sum(_elements(tensor).nbytes for tensor in _tensors(args))
+    return sum(_elements(tensor).nbytes for tensor in tensors_in(args))
 
 
 def write(path: Path, op: str, args: Sequence[Any], error: Exception) -> None:
@@ -110,12 +111,9 @@ def moved(t: Tensor, device: str) -> Tensor:
     return _laid_out(_elements(t), t.shape, t.stride(), device)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Tensor):
-        yield value
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested lists and tuples."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _elements(t: Tensor) -> Tensor:
@@ -240,16 +238,12 @@ def _check_call(op: Any, args: list[Any], budget: _Budget) -> None:
         if not (argument.name == "num_experts" and value == UNLIMITED and has_lists):
             raise ValueError(f"{argument.name} is {value}, wanted at most {MAX_INT}")
     try:
-        results = op(*(_on_meta(value) for value in args))
+        results = op(*tree_map_only(Tensor, _on_meta, args))
     except Exception:  # the call itself reports it
         return
-    for tensor in _tensors(results if isinstance(results, tuple) else [results]):
+    for tensor in tensors_in(results):
         budget.spend(tensor.nbytes, f"a result of shape {tuple(tensor.shape)}")
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_on_meta(item) for item in value]
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return value
+def _on_meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

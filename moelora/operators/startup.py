@@ -27,7 +27,9 @@ def explain(error: ImportError, folder: Path = Path(__file__).parents[2]) -> Imp
                 f"for another platform than {platform.system()} {platform.machine()}"
             )
         build = "run pip install --no-build-isolation -e . there, or make build"
-        if _is_installed():
+        # Whether one with its extension is hidden by a source tree on the path.
+        found = importlib.metadata.distributions(name="moelora")
+        if any(Path(str(d.locate_file("moelora/_C.abi3.so"))).is_file() for d in found):
             build = (
                 f"{build}, for its notebooks and examples; or leave this folder, for the moelora "
                 "that is installed"
@@ -38,12 +40,6 @@ def explain(error: ImportError, folder: Path = Path(__file__).parents[2]) -> Imp
         "torch's stable C ABI and libc: build it anew on this machine (in a checkout of moelora, "
         "pip install --no-build-isolation .), and report this message"
     )
-
-
-def _is_installed() -> bool:
-    """Whether a moelora with its extension is installed, hidden by a source tree on the path."""
-    found = importlib.metadata.distributions(name="moelora")
-    return any(Path(str(d.locate_file("moelora/_C.abi3.so"))).is_file() for d in found)
 
 
 check_torch(torch.__version__)

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moelora.operators.call import factor_list
 from moelora.reference.align import align_max_blocks_ref
 from moelora.reference.routing import (
     Factors,
     active_adapter,
-    as_list,
-    local_expert,
+    adapter_per_token,
+    expert_per_choice,
     optional_list,
     pair_of,
 )
@@ -45,17 +46,12 @@ def rows_of_routing(
     expert_map: Tensor | None = None,
 ) -> Rows:
     """(expert, adapter) of each routed row."""
-    top_k = topk_ids.size(1)
-    if token_lora_mapping is None:
-        return [None] * topk_ids.numel()
-    enabled, ranks = optional_list(adapter_enabled), optional_list(lora_ranks)
-    carried = token_lora_mapping.tolist()
-    rows: Rows = []
-    for p, e in enumerate(topk_ids.reshape(-1).tolist()):
-        expert = local_expert(e, num_experts, optional_list(expert_map))
-        adapter = active_adapter(carried[p // top_k], max_loras, enabled, ranks)
-        rows.append(None if expert < 0 or adapter < 0 else (expert, adapter))
-    return rows
+    experts = expert_per_choice(topk_ids, num_experts, expert_map)
+    adapters = adapter_per_token(
+        topk_ids.size(0), max_loras, token_lora_mapping, adapter_enabled, lora_ranks
+    )
+    pairs = ((e, a) for row, a in zip(experts, adapters, strict=True) for e in row)
+    return [None if min(pair) < 0 else pair for pair in pairs]
 
 
 def rows_of_lists(
@@ -95,7 +91,7 @@ def shrink_ref(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """`h[slice, m, j] = s x A[slice]^T`, (slices, M, top_k, R); 0 past the true rank."""
-    stacks = [a.cpu().to(dtype) for a in as_list(lora_a)]
+    stacks = [a.cpu().to(dtype) for a in factor_list(lora_a)]
     x, ranks, scalings = x.cpu().to(dtype), lora_ranks, lora_scalings
     per_row = x.size(0) == len(rows)
     h = torch.zeros(len(stacks), len(rows), stacks[0].size(2), dtype=dtype)
@@ -120,7 +116,7 @@ def expand_ref(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """`z[m, j] = h[slice, m, j] B[slice]^T`, slices side by side; 0 in rows without an adapter."""
-    stacks = [b.cpu().to(dtype) for b in as_list(lora_b)]
+    stacks = [b.cpu().to(dtype) for b in factor_list(lora_b)]
     num_tokens, top_k, max_rank = h.shape[1:]
     h = h.cpu().to(dtype).reshape(len(stacks), len(rows), max_rank)
     parts = [torch.zeros(len(rows), b.size(2), dtype=dtype) for b in stacks]
@@ -162,7 +158,7 @@ def moe_lora_delta_ref(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What `moe_lora_gate_up_delta` and `moe_lora_down_delta` add, and where: (delta, active)."""
-    a, b = as_list(lora_a), as_list(lora_b)
+    a, b = factor_list(lora_a), factor_list(lora_b)
     rows = rows_of_routing(
         topk_ids,
         token_lora_mapping,

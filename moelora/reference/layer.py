@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from moelora.operators.call import factor_list
 from moelora.operators.experts import ACTIVATIONS
 from moelora.reference.fp8 import is_w8a8, numbers_of, rule_of
 from moelora.reference.routing import (
     Factors,
     adapter_per_token,
-    as_list,
     expert_per_choice,
     max_loras_of,
     optional_list,
@@ -153,7 +153,7 @@ class _Lora:
                 continue
             rows = (adapters == adapter).nonzero().squeeze(1)
             own, deltas = x.index_select(0, rows), []
-            for stack_a, stack_b in zip(as_list(lora_a), as_list(lora_b), strict=True):
+            for stack_a, stack_b in zip(factor_list(lora_a), factor_list(lora_b), strict=True):
                 a, b = pair_of(stack_a, adapter, expert), pair_of(stack_b, adapter, expert)
                 rank = a.size(0) if self.ranks is None else min(self.ranks[adapter], a.size(0))
                 delta = torch.mm(torch.mm(own, a[:rank].t()), b[:, :rank].t())

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from moelora.operators.call import factor_list
+
 if TYPE_CHECKING:
     from moelora.operators.experts import Weights
 
 Factors: TypeAlias = Tensor | Sequence[Tensor] | None
-
-
-def as_list(factors: Factors) -> list[Tensor]:
-    if factors is None:
-        return []
-    return [factors] if isinstance(factors, Tensor) else list(factors)
 
 
 def as_tensor(weights: Weights) -> Tensor:
@@ -26,7 +22,7 @@ def as_tensor(weights: Weights) -> Tensor:
 
 def max_loras_of(*stacks: Factors) -> int:
     for stack in stacks:
-        for factor in as_list(stack):
+        for factor in factor_list(stack):
             return factor.size(0)
     return 0
 

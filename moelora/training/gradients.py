@@ -125,16 +125,12 @@ def _buffers(
     buffers: dict[str, Any] = {"grad_pairs": or_absent(pairs, absent)}
     for name, value in grads.items():
         buffers[f"grad_{name}"] = (
-            [_with_pairs(buffer, pairs) for buffer in factor_list(value)]
+            # A sparse one (S, rows, columns) gets a dimension of adapters.
+            [b if pairs is None or b.dim() != 3 else b.unsqueeze(0) for b in factor_list(value)]
             if name in backward.factors
             else or_absent(value, absent)
         )
     return buffers
-
-
-def _with_pairs(buffer: Tensor, pairs: Tensor | None) -> Tensor:
-    """A sparse gradient (S, rows, columns) with a dimension of adapters, as the operator has it."""
-    return buffer if pairs is None or buffer.dim() != 3 else buffer.unsqueeze(0)
 
 
 def _in_form(name: str, grad: Any, argument: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -77,9 +78,7 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
         fail(at, f"has shape {shape!r:.80}", "two or three sizes: (E), N and K")
     if shape[-1] % 2:
         fail(at, f"has shape {tuple(shape)}", "an even number of columns (K)")
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     check_held(weight_name, weight)
     if weight.numel() * weight.itemsize != count // 2:
         got = f"has {weight.numel() * weight.itemsize} bytes for shape {tuple(shape)}"

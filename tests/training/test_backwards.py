@@ -32,7 +32,7 @@ from streams import Captured, no_waits
 
 import moelora
 from moelora import ProjectionGradients
-from moelora.reference.routing import as_list
+from moelora.operators.call import factor_list
 from moelora.training import touched_pairs
 
 KINDS = ("projection", "delta")
@@ -345,7 +345,7 @@ NOTHING = 7.0  # what is not written
 
 def sparse_setting(name, place, projection, kind):
     arguments, grad_out = arguments_of(SPARSE_SPECS[name], place, projection, kind)
-    b = as_list(arguments[factors_of(kind)[-1]])[0]
+    b = factor_list(arguments[factors_of(kind)[-1]])[0]
     weights = arguments.get("w13" if kind == "layer" else "w")
     pairs, count = touched_pairs(
         arguments["topk_ids"],
@@ -381,7 +381,7 @@ def test_touched_pairs_have_the_bits_of_dense_gradients(place, name, projection,
         found = backward(kind, given, grad_out, grads=to, pairs=pairs)
         touched = pairs >= 0
         for factor in factors_of(kind):
-            both = (as_list(getattr(grads, factor)) for grads in (found, dense))
+            both = (factor_list(getattr(grads, factor)) for grads in (found, dense))
             for got, want in zip(*both, strict=True):
                 if want.size(1) == pairs.size(1):
                     assert same_bits(got[:count], want[touched]), factor
@@ -398,9 +398,9 @@ def test_sparse_gradients_accumulate(place, name, kind):
     arguments, grad_out, pairs, count = sparse_setting(name, place, "w13", kind)
     to = sparse_buffers(kind, arguments, pairs, count, torch.float32)
     backward(kind, arguments, grad_out, grads=to, pairs=pairs)
-    once = [g.clone() for factor in factors_of(kind) for g in as_list(getattr(to, factor))]
+    once = [g.clone() for factor in factors_of(kind) for g in factor_list(getattr(to, factor))]
     backward(kind, arguments, grad_out, grads=to, pairs=pairs, accumulate=True)
-    twice = [g for factor in factors_of(kind) for g in as_list(getattr(to, factor))]
+    twice = [g for factor in factors_of(kind) for g in factor_list(getattr(to, factor))]
     assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
 
 
@@ -416,7 +416,7 @@ def test_any_order_and_any_part_of_the_pairs(place):
     to = sparse_buffers("layer", arguments, pairs, count)
     found = backward("layer", arguments, grad_out, grads=to, pairs=some)
     for factor in FACTORS_OF_LAYER:
-        both = (as_list(getattr(grads, factor)) for grads in (found, dense))
+        both = (factor_list(getattr(grads, factor)) for grads in (found, dense))
         for got, want in zip(*both, strict=True):
             for l, e in (pairs >= 0).nonzero().tolist():
                 if some[l, e] < count:
@@ -462,7 +462,7 @@ def test_a_captured_step_reads_the_factors_of_its_replay(place, projection, kind
     with no_waits():
         step()
     for name in FACTORS:
-        for factor in as_list(wide[name]):
+        for factor in factor_list(wide[name]):
             factor.mul_(1.5)
     for grad in flat(grads._asdict()).values():
         grad.fill_(0.5)

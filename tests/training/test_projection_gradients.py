@@ -34,7 +34,7 @@ from quantized_cases import build as build_quantized
 from streams import Captured, no_waits
 
 import moelora
-from moelora.reference.routing import as_list
+from moelora.operators.call import factor_list
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
@@ -144,7 +144,7 @@ def test_an_adapter_alone(device, projection, which):
     )
     base = compute(arguments | {"token_lora_mapping": torch.full_like(mapping, -1)}, grad_out)
     sick = copy.deepcopy({name: arguments[name] for name in FACTORS})
-    for factor in (*as_list(sick["lora_a"]), *as_list(sick["lora_b"])):
+    for factor in (*factor_list(sick["lora_a"]), *factor_list(sick["lora_b"])):
         factor[0] = float("nan")
     beside = compute(arguments | sick, grad_out)
     for name in together:
@@ -196,7 +196,7 @@ def test_quantized_weights(device, name):
 @EACH_DEVICE
 def test_nothing_is_saved_but_arguments(device):
     for given, call in calls(device):
-        values = [v for a in given.values() for v in as_list(a)]
+        values = [v for a in given.values() for v in factor_list(a)]
         own = {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
         kept = saved_bytes(call)
         assert kept and set(kept) <= own
@@ -267,7 +267,7 @@ def test_freed_storage(device):
             loss.backward()
         given, call = list(calls(device))[number]
         out = call()
-        as_list(given["lora_b"])[0].untyped_storage().resize_(0)
+        factor_list(given["lora_b"])[0].untyped_storage().resize_(0)
         with pytest.raises((RuntimeError, ValueError), match="storage|memory|inplace"):
             out.sum().backward()
 

@@ -15,8 +15,8 @@ from test_backwards import SPARSE_SPECS
 
 import moelora
 from moelora.adapters.write import write
+from moelora.operators.call import factor_list
 from moelora.operators.sparse import set_sparse
-from moelora.reference.routing import as_list
 from moelora.training import Tenants, touched_pairs
 from moelora.training.tenants import tenants as module
 
@@ -41,7 +41,7 @@ def gradients(arguments, function, names, grad_seed, sparse, wide=False):
     """Gradients of all leaves by name and index, and the leaves of factors."""
     given = {n: v for n, v in arguments.items() if n in names}
     if wide:
-        given = {n: [t.float() for t in as_list(v)] for n, v in given.items()}
+        given = {n: [t.float() for t in factor_list(v)] for n, v in given.items()}
         given = {n: v if isinstance(arguments[n], list) else v[0] for n, v in given.items()}
     leaves = {
         n: [t.detach().requires_grad_() for t in v]
@@ -49,7 +49,7 @@ def gradients(arguments, function, names, grad_seed, sparse, wide=False):
         else v.detach().requires_grad_()
         for n, v in given.items()
     }
-    factors = [t for v in leaves.values() for t in as_list(v)]
+    factors = [t for v in leaves.values() for t in factor_list(v)]
     set_sparse(factors, sparse)
     x = "hidden_states" if "hidden_states" in arguments else "x"
     rows = arguments[x].detach().requires_grad_()
@@ -111,7 +111,7 @@ def test_calls_that_are_captured_have_dense_gradients(place):
         gradients(arguments, function, names, 1, True)
     want, _ = gradients(arguments, function, names, 1, False)
     graph = torch.cuda.CUDAGraph()
-    leaves = {n: [t.detach().requires_grad_() for t in as_list(arguments[n])] for n in names}
+    leaves = {n: [t.detach().requires_grad_() for t in factor_list(arguments[n])] for n in names}
     factors = [t for each in leaves.values() for t in each]
     set_sparse(factors, True)
     grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, place, 1)

@@ -96,11 +96,11 @@ def _stamps(wrappers: Sequence[Wrapper], name: str) -> list[Any]:
 
 def _unchanged(stamps: list[Any], now: list[Any]) -> bool:
     """Objects are compared by identity, numbers by value."""
-    return len(stamps) == len(now) and all(map(_equal, stamps, now))
 
+    def same(x: Any, y: Any) -> bool:
+        return x is y or (isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y)
 
-def _equal(x: Any, y: Any) -> bool:
-    return x is y or (isinstance(x, (int, float)) and isinstance(y, (int, float)) and x == y)
+    return len(stamps) == len(now) and all(map(same, stamps, now))
 
 
 class _Now(threading.local):

@@ -63,11 +63,6 @@ def _tell(what: str) -> None:
     log.info("moelora: %s", what)
 
 
-def _announce() -> None:
-    """Called by layers: SGLang has no log yet when it loads plugins."""
-    _tell(f"version {_C.version()} runs MoE layers with LoRA; {SWITCH}=0 leaves them")
-
-
 def _runner(
     needed: interface.Interface,
     reason_against: Callable[[Any], str | None],
@@ -88,8 +83,8 @@ def _runner(
         reason = str(refusal)
     except Exception as error:
         reason = f"it is not as expected ({shown(error)})"
-    if reason is None:
-        _announce()
+    if reason is None:  # SGLang has no log yet when it loads plugins
+        _tell(f"version {_C.version()} runs MoE layers with LoRA; {SWITCH}=0 leaves them")
     else:
         _say(f"a MoE layer is not supported: {reason}")
     return runner

@@ -19,13 +19,7 @@ from moelora.operators.experts import Activation, fused_experts_lora
 from moelora.operators.storage import check_held
 from moelora.weights.quantized import QuantizedWeights
 
-BATCH = (
-    "token_lora_mapping",
-    "gate_up_lora_a",
-    "gate_up_lora_b",
-    "down_lora_a",
-    "down_lora_b",
-)
+FACTORS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
 
 
 @typed
@@ -88,7 +82,7 @@ def experts_with_lora(
         topk_weights = topk_weights * routed_scaling_factor
     adapters: dict[str, Any] = {}
     if batch is not None:
-        for name in BATCH:
+        for name in ("token_lora_mapping", *FACTORS):
             if not isinstance(getattr(batch, name, None), Tensor):
                 raise TypeError(f"batch.{name} is {getattr(batch, name, None)!r}, expected Tensor")
         slices = 1 if activation == "relu2" else 2

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
-from moelora.integrations.sglang.layer import MoeLoraRunner, reason_against
+from moelora.integrations.sglang.layer import FACTORS, MoeLoraRunner, reason_against
 from moelora.integrations.sglang.quantized import kind_of
 
 
-class Adapters(NamedTuple):
-    """Adapters of a layer, with the attributes that `experts_with_lora` reads."""
-
-    gate_up_lora_a: Tensor
-    gate_up_lora_b: Tensor
-    down_lora_a: Tensor
-    down_lora_b: Tensor
-    token_lora_mapping: Tensor
-
-    @classmethod
-    def of(cls, info: Any) -> Adapters:
-        """From SGLang's `LoRAInfo`."""
-        return cls(
-            info.gate_up_lora_a_weights,
-            info.gate_up_lora_b_weights,
-            info.down_lora_a_weights,
-            info.down_lora_b_weights,
-            info.token_lora_mapping,
-        )
+def _factors(info: Any) -> dict[str, Tensor]:
+    """Those of SGLang's `LoRAInfo`, by the names that `experts_with_lora` reads."""
+    return {name: getattr(info, f"{name}_weights") for name in FACTORS}
 
 
 class LegacyRunner:
@@ -57,9 +42,12 @@ class LegacyRunner:
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
         # A captured graph is replayed with adapters, even if captured without.
         active = lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph
-        adapters = (Adapters.of(lora_info), lora_info.lora_ranks) if active else (None, None)
+        batch = ranks = None
+        if active:
+            mapping, ranks = lora_info.token_lora_mapping, lora_info.lora_ranks
+            batch = SimpleNamespace(token_lora_mapping=mapping, **_factors(lora_info))
         try:
-            return self.layer.experts(dispatch_output, *adapters)
+            return self.layer.experts(dispatch_output, batch, ranks)
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
             self.say(f"a batch is not supported: {refusal}")
             return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
@@ -72,7 +60,7 @@ class LegacyRunner:
             return "it has no adapter slots of tokens"
         if mapping.size(0) != dispatch_output.hidden_states.size(0):
             return "its adapters are those of other tokens"
-        if any(factor.size(1) not in (1, experts) for factor in Adapters.of(info)[:4]):
+        if any(factor.size(1) not in (1, experts) for factor in _factors(info).values()):
             return "its adapters are of experts on other GPUs, too"
         return None
 

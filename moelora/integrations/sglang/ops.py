@@ -50,13 +50,15 @@ from moelora.operators.storage import check_held
 def _routes(
     factors: Sequence[Tensor],
     expert_ids: Tensor,
-    weight_indices: Tensor,
-    lora_ranks: Tensor | None,
-    adapter_enabled: Tensor | None,
+    adapters: tuple[Tensor, Tensor | None, Tensor | None],
     num_experts: int | None,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Routing and mapping; `weights` are routing weights and scalings, if a stage uses them."""
+    """Routing and mapping; `weights` are routing weights and scalings, if a stage uses them.
+
+    adapters: (weight_indices, lora_ranks, adapter_enabled)
+    """
+    weight_indices, lora_ranks, adapter_enabled = adapters
     absent = absent_tensor(expert_ids)
     expert_ids, _, experts = one_expert(expert_ids, None, known_experts(factors, num_experts))
     names = ("routing_weights", "scalings")
@@ -108,7 +110,8 @@ def moe_lora_a(
     check_dimensions("lora_a", lora_a, 4)
     if out is None:
         out = x.new_zeros((*expert_ids.shape, lora_a.size(-2)))
-    routes = _routes([lora_a], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts)
+    adapters = weight_indices, lora_ranks, adapter_enabled
+    routes = _routes([lora_a], expert_ids, adapters, num_experts)
     op = operators.moe_lora_a.default
     check_held("out", out)
     run(op, out.unsqueeze(0), x, [lora_a], *routes)
@@ -153,9 +156,8 @@ def moe_lora_gate_up_b(
     check_dimensions("gate_up_b", gate_up_b, 4)
     if out is None:
         out = intermediate_a.new_zeros((*expert_ids.shape, gate_up_b.size(-2) // 2))
-    routes = _routes(
-        [gate_up_b], expert_ids, weight_indices, lora_ranks, adapter_enabled, num_experts
-    )
+    adapters = weight_indices, lora_ranks, adapter_enabled
+    routes = _routes([gate_up_b], expert_ids, adapters, num_experts)
     op = operators.moe_lora_gate_up_b.default
     run(op, out, intermediate_a.unsqueeze(0), [gate_up_b], *routes)
     return out
@@ -205,16 +207,8 @@ def moe_lora_down_combine(
     ------
     {errors}
     """
-    routes = _routes(
-        [down_a, down_b],
-        expert_ids,
-        weight_indices,
-        lora_ranks,
-        adapter_enabled,
-        num_experts,
-        routing_weights,
-        scalings,
-    )
+    factors, adapters = (down_a, down_b), (weight_indices, lora_ranks, adapter_enabled)
+    routes = _routes(factors, expert_ids, adapters, num_experts, routing_weights, scalings)
     check_held("activated", activated)
     x = activated.flatten(0, 1) if activated.dim() == 3 else activated
     op = operators.moe_lora_down_combine.default
@@ -265,18 +259,10 @@ def moe_lora_fused(
     ------
     {errors}
     """
-    routes = _routes(
-        [gate_up_a, gate_up_b, down_a, down_b],
-        expert_ids,
-        weight_indices,
-        lora_ranks,
-        adapter_enabled,
-        num_experts,
-        routing_weights,
-        scalings,
-    )
-    factors = ([gate_up_a], [gate_up_b], [down_a], [down_b])
-    run(operators.moe_lora_fused.default, output, x, *factors, *routes)
+    factors = gate_up_a, gate_up_b, down_a, down_b
+    adapters = weight_indices, lora_ranks, adapter_enabled
+    routes = _routes(factors, expert_ids, adapters, num_experts, routing_weights, scalings)
+    run(operators.moe_lora_fused.default, output, x, *[[f] for f in factors], *routes)
     return output
 
 

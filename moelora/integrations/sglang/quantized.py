@@ -109,22 +109,10 @@ def _nvfp4(layer: Any, name: str, gate_up: GateUp | None) -> QuantizedWeights:
     )
 
 
-def _nvfp4_reason(layer: Any) -> str | None:
-    return _dtype_reason(layer.params_dtype)
-
-
 def _is_fp8(layer: Any) -> bool:
     method = getattr(layer, "quant_method", None)
     is_block = getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False)
     return bool(is_block) and _dtype(layer) == torch.float8_e4m3fn
-
-
-def _is_int4(layer: Any) -> bool:
-    return _dtype(layer) is None and getattr(layer, "is_marlin_converted", False)
-
-
-def _is_nvfp4(layer: Any) -> bool:
-    return _dtype(layer) == torch.int32 and hasattr(layer, "w13_weight_scale_2")
 
 
 def _dtype(layer: Any) -> torch.dtype | None:
@@ -134,8 +122,21 @@ def _dtype(layer: Any) -> torch.dtype | None:
 
 KINDS = (
     Kind("FP8", _is_fp8, _fp8, _fp8_reason),
-    Kind("NVFP4", _is_nvfp4, _nvfp4, _nvfp4_reason, others=("weight_scale",)),
-    Kind("INT4", _is_int4, _int4, _int4_reason, "weight_packed", ("weight_scale",)),
+    Kind(
+        "NVFP4",
+        lambda layer: _dtype(layer) == torch.int32 and hasattr(layer, "w13_weight_scale_2"),
+        _nvfp4,
+        lambda layer: _dtype_reason(layer.params_dtype),
+        others=("weight_scale",),
+    ),
+    Kind(
+        "INT4",
+        lambda layer: _dtype(layer) is None and getattr(layer, "is_marlin_converted", False),
+        _int4,
+        _int4_reason,
+        "weight_packed",
+        ("weight_scale",),
+    ),
 )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moelora.adapters.names import is_called
 from moelora.integrations.transformers import dense, floats
 from moelora.integrations.transformers.scheme import (
     KEPT,
     OUT_OF_ORDER,
     Scheme,
-    block_size,
     check_values,
     group_columns,
     matches,
@@ -76,9 +76,7 @@ def _config_group(
 
 
 def _targets(target: str, linear: str) -> bool:
-    if target.startswith("re:"):
-        return matches(target[3:], linear)
-    return target == linear or linear.endswith(f".{target}")
+    return matches(target[3:], linear) if target.startswith("re:") else is_called(linear, target)
 
 
 def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
@@ -145,16 +143,13 @@ def _float_quantized(
     )
     if inputs:
         check_values("compressed-tensors", inputs, num_bits=(8,), type=("float",))
-    tensors = ("weight", "weight_scale"), ()
     if strategy == "tensor":
         scheme = floats.fp8_tensor(bool(inputs) and not inputs.get("dynamic", False))
     elif strategy == "channel":
+        tensors = ("weight", "weight_scale"), ()
         scheme = Scheme("FP8 of rows", *tensors, dense.fp8, {}, QuantizedWeights.from_fp8_channel)
         scheme = scheme._replace(unused=("input_scale",))
     else:
-        block = {"block": block_size(weights.get("block_structure") or (128, 128))}
-        make = QuantizedWeights.from_fp8_block
-        scheme = Scheme("FP8 of blocks", *tensors, dense.fp8, block, make, block)
-        renamed = {"weight_scale": "weight_scale_inv"}
-        scheme = scheme._replace(renamed=renamed, unused=("input_scale",))
+        sides = weights.get("block_structure") or (128, 128)
+        scheme = floats.fp8_blocks(sides, "weight_scale")._replace(unused=("input_scale",))
     return scheme if inputs else scheme._replace(options=scheme.options | {"activations": "native"})

@@ -11,6 +11,7 @@ from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_loaded_fp8, no_experts, up_name
+from moelora.operators.checks import about
 from moelora.weights.fp8 import Activations
 
 if TYPE_CHECKING:
@@ -62,12 +63,9 @@ def enable(
     if not layers:
         raise NotImplementedError(no_experts(model))
     for name, (module, _) in layers.items():
-        if is_loaded_fp8(module):
-            continue  # pack_loaded checks them
-        try:
-            activation_of(module)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{name}: {error}") from None
+        if not is_loaded_fp8(module):  # pack_loaded checks those
+            with about(name, NotImplementedError):
+                activation_of(module)
     pack_loaded(model, layers, activations)
     model.set_experts_implementation(IMPLEMENTATION)
     for name, (module, _) in layers.items():

@@ -27,10 +27,15 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
     check_values("fp8", config, fmt=("e4m3",), activation_scheme=("dynamic", "static"))
     if not sides:
         return fp8_tensor(config.get("activation_scheme") == "static")
-    tensors = ("weight", "weight_scale_inv"), ()
+    return fp8_blocks(sides, "weight_scale_inv")
+
+
+def fp8_blocks(sides: Any, scales: str, dequantize: Callable[..., Tensor] = dense.fp8) -> Scheme:
+    """FP8 of blocks of these sizes, whose tensor of scales is called `scales`."""
     block = {"block": block_size(sides)}
     make = QuantizedWeights.from_fp8_block
-    return Scheme("FP8 of blocks", *tensors, dense.fp8, block, make, block)
+    scheme = Scheme("FP8 of blocks", ("weight", scales), (), dequantize, block, make, block)
+    return scheme._replace(renamed={scales: "weight_scale_inv"})
 
 
 def of_fp8(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Scheme:
@@ -43,15 +48,12 @@ def of_fp8(config: Mapping[str, Any], linear: str, parts: Collection[str]) -> Sc
 
 def _deepseek_v4(config: Mapping[str, Any], linear: str) -> Scheme:
     """`weight` and `scale`: FP8 blocks, or MXFP4 for experts, depending on `expert_dtype`."""
-    tensors = ("weight", "scale"), ()
     expert_dtype = config.get("expert_dtype", "fp8")
     check_values("fp8", {"expert_dtype": expert_dtype}, expert_dtype=("fp8", "fp4"))
     if expert_dtype == "fp4" and OF_EXPERTS.search(linear):
+        tensors = ("weight", "scale"), ()
         return Scheme("MXFP4 of DeepSeek", *tensors, _dequantize_fp4, {}, _fp4_experts)
-    block = {"block": block_size(config.get("weight_block_size"))}
-    make = QuantizedWeights.from_fp8_block
-    scheme = Scheme("FP8 of blocks", *tensors, _dequantize_fp8, block, make, block)
-    return scheme._replace(renamed={"scale": "weight_scale_inv"})
+    return fp8_blocks(config.get("weight_block_size"), "scale", _dequantize_fp8)
 
 
 OF_EXPERTS = re.compile(r"\.experts\.\d+\.")

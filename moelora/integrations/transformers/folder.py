@@ -26,7 +26,7 @@ from moelora.integrations.transformers.schemes import (
     scheme_of,
     split,
 )
-from moelora.operators.checks import dtype_name
+from moelora.operators.checks import about, dtype_name
 from moelora.weights.fp8 import Activations
 from moelora.weights.rounding import ROUNDINGS
 
@@ -152,13 +152,16 @@ class Folder:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
             raise ValueError(f"{self.path} has no tensor {name}, which the model wants")
+        tensor: Tensor = self._read(name, "get_tensor")
+        return tensor
+
+    def _read(self, name: str, get: str) -> Any:
         self.unread.discard(name)
         shard, file = self._files[name]
         try:
-            tensor: Tensor = file.get_tensor(name)
+            return getattr(file, get)(name)
         except (SafetensorError, AttributeError, KeyError) as error:  # dtypes that torch lacks
             raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
-        return tensor
 
     def stack(self, layer: str, projection: str) -> str | None:
         """Name of the tensor with all experts of a projection; None if each has its own."""
@@ -168,12 +171,7 @@ class Folder:
 
     def experts_of(self, name: str) -> Any:
         """A stack of experts, each of which is read when its index is asked for."""
-        self.unread.discard(name)
-        shard, file = self._files[name]
-        try:
-            return file.get_slice(name)
-        except (SafetensorError, AttributeError, KeyError) as error:
-            raise ValueError(f"{shard}: {name} cannot be read: {error}") from None
+        return self._read(name, "get_slice")
 
     def skip(self, linear: str, scheme: Scheme) -> None:
         """Marks the tensors of a layer that its scheme does not use as read."""
@@ -192,10 +190,8 @@ class Folder:
         """Scheme of a linear layer; errors name the folder."""
         if linear in self.plain_experts:
             return Scheme("not quantized", ("weight",), (), dense.plain, {})
-        try:
+        with about(self.path, ValueError, NotImplementedError):
             return scheme_of(self.quantization, linear, self.linears[linear])
-        except (ValueError, NotImplementedError) as error:
-            raise type(error)(f"{self.path}: {error}") from None
 
     def check(
         self,
@@ -216,7 +212,7 @@ class Folder:
         ValueError
             Settings are damaged, or `activations` is given without FP8 experts.
         """
-        try:
+        with about(self.path, NotImplementedError):
             method = self.quantization.get("quant_method")
             is_plain = rounding is not None and not self.quantization
             if not is_plain and (not isinstance(method, str) or method not in METHODS):
@@ -231,8 +227,6 @@ class Folder:
                     f"(quant_method 'mxfp4'): quantize the experts to {KEPT} with tensors of their "
                     "own, experts.0.down_proj.weight and so on"
                 )
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{self.path}: {error}") from None
         aside: dict[str, str] = {}
         is_fp8 = rounding == "fp8"
         for linear in self.linears:

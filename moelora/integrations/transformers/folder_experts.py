@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +20,7 @@ from moelora.integrations.transformers.projection import (
     up_name,
 )
 from moelora.integrations.transformers.scheme import Scheme
-from moelora.operators.checks import dtype_name
+from moelora.operators.checks import about, dtype_name
 from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations
 from moelora.weights.readers import GateUp
@@ -138,7 +137,7 @@ class LayerOfFolder:
             )
         parts = (key for key in self.folder if key.startswith(f"{name}."))
         state = {key.removeprefix(f"{name}."): self.folder[key] for key in parts}
-        with _named(name):
+        with about(name, ValueError):
             weights = QuantizedWeights.from_bnb(
                 self.folder[name], state, gate_up=self.gate_up(own), dtype=dtype
             )
@@ -224,7 +223,7 @@ class LayerOfFolder:
         wanted = (*shape[:2], shape[2] // 32, 16)
         if tuple(blocks.shape) != wanted:
             raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
-        with _named(name):
+        with about(name, ValueError):
             return QuantizedWeights.from_mxfp4(
                 blocks, scales, gate_up=self.gate_up(own), dtype=dtype
             )
@@ -304,15 +303,6 @@ def _of_shape(name: str, weights: QuantizedWeights, shape: torch.Size) -> Quanti
     if weights.shape != shape:
         raise ValueError(f"{name} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
     return weights
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Errors of packing name the projection."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 class OneByOne(Sequence[Tensor]):

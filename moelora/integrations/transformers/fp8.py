@@ -21,11 +21,12 @@ from moelora.integrations.transformers.projection import (
     is_loaded_fp8,
     is_quantized,
     not_packed,
-    set_quantized,
+    set_weights,
     up_name,
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.transformers.scheme import Scheme
+from moelora.operators.checks import about
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, largest_scale, read_block, read_tensor
@@ -89,7 +90,7 @@ def pack_loaded(
             _packed(name, module, own, activations, dtype) for own in (up_name(module), "down_proj")
         )
         refuse_saving(model)
-        set_quantized(module, (up, down))
+        set_weights(module, (up, down))
     model.set_experts_implementation(IMPLEMENTATION)
 
 
@@ -117,14 +118,10 @@ def _check(name: str, experts: Experts) -> None:
         if weight.dtype != torch.float8_e4m3fn or weight.is_meta:
             got = "is on the meta device" if weight.is_meta else f"is {weight.dtype}"
             raise NotImplementedError(f"{name}.{own} {got}, wanted torch.float8_e4m3fn in memory")
-        try:
+        with about(f"{name}.{own}", ValueError):
             _check_numbers(experts, own)
-        except ValueError as error:
-            raise ValueError(f"{name}.{own}: {error}") from None
-    try:
+    with about(name, NotImplementedError):
         activation_of(experts)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{name}: {error}") from None
 
 
 def _check_numbers(experts: Experts, own: str) -> None:

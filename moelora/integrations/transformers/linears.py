@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moelora.adapters import LinearLayer
+from moelora.adapters.factors import DTYPES
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.parallel import linear_shard
 
@@ -167,13 +168,9 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     around = modules.get(parent)
     # Reading only its shape, dtype or device is harmless, and common.
     read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    if around is None or not read.search(_source(_class(around))):
+    if around is None or not read.search(_source(type(around))):
         return ""
     return f"whose weight {type(around).__name__} reads without calling the layer"
-
-
-def _class(module: nn.Module) -> Any:
-    return type(module)
 
 
 @cache
@@ -215,20 +212,12 @@ def device_of(module: nn.Module) -> torch.device:
 def plain_weight(module: nn.Module) -> torch.Tensor | None:
     """A layer's weight; None if quantized, offloaded or shared by processes."""
     weight = module._parameters.get("weight")
-    plain = (torch.float32, torch.bfloat16, torch.float16)
-    if (
-        weight is None
-        or weight.dtype not in plain
-        or weight.is_meta
-        or hasattr(weight, "placements")
-    ):
+    if weight is None or weight.dtype not in DTYPES:
         return None
-    return weight
+    return None if weight.is_meta or hasattr(weight, "placements") else weight
 
 
 def dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
     """The dtype of a layer's weight; `default` if quantized."""
     weight = module._parameters.get("weight")
-    if weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return weight.dtype
-    return default
+    return default if weight is None or weight.dtype not in DTYPES else weight.dtype

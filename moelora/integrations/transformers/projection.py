@@ -159,23 +159,21 @@ def remove_weights(experts: Experts, dtype: torch.dtype) -> None:
     experts._moelora_quantized = True
 
 
-def set_parameters(experts: Experts, weights: tuple[Tensor, Tensor], shared: bool = False) -> None:
-    """Both projections, (E, N, K), as parameters in place of what the module has; `shared`: of
-    their storages, whatever the strides."""
+def set_weights(experts: Experts, weights: Any, shared: bool = False) -> None:
+    """Sets both projections' weights: quantized ones, or tensors (E, N, K) as parameters in place
+    of what the module has; `shared`: of their storages, whatever the strides."""
+    of_tensors = isinstance(weights[1], Tensor)
+    if not of_tensors and not is_quantized(experts):
+        remove_weights(experts, weights[1].dtype)
     for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
+        if not of_tensors:
+            getattr(experts, name).weights = found
+            continue
         delattr(experts, name)
         stored = found.transpose(1, 2) if experts.is_transposed else found
         stored = stored if shared else stored.contiguous()
         setattr(experts, name, nn.Parameter(stored, requires_grad=False))
-    experts._moelora_quantized = False
-
-
-def set_quantized(experts: Experts, weights: tuple[QuantizedWeights, QuantizedWeights]) -> None:
-    """Sets the quantized weights of both projections."""
-    if not is_quantized(experts):
-        remove_weights(experts, weights[1].dtype)
-    for name, found in zip((up_name(experts), "down_proj"), weights, strict=True):
-        getattr(experts, name).weights = found
+    experts._moelora_quantized = not of_tensors
 
 
 def sizes(experts: Experts) -> tuple[torch.Size, torch.Size]:

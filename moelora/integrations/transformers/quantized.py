@@ -21,15 +21,14 @@ from moelora.integrations.transformers.folder_experts import LayerOfFolder, say_
 from moelora.integrations.transformers.hub import local_folder
 from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
 from moelora.integrations.transformers.names import OF_ONE, expert_linears
-from moelora.integrations.transformers.projection import set_parameters, set_quantized
+from moelora.integrations.transformers.projection import set_weights
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.operators.fake import COMPUTE_DTYPES
-from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations
 from moelora.weights.rounding import Rounding
 
 if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
+    pass
 
 GENERATION = "generation_config.json"
 # Options with which from_pretrained would load files other than those of the folder.
@@ -213,7 +212,7 @@ def _load_experts(
         found = stored.read(kind, activations, dequantize, rounding)
         device = _device(model, name)
         refuse_saving(model)
-        _put(module, *(weights.to(device) for weights in found))
+        set_weights(module, [weights.to(device) for weights in found])
         for own, bias in biases.items():
             old = getattr(module, own)
             bias = bias.to(device, old.dtype)
@@ -241,14 +240,6 @@ def _of_text_model(checkpoint: Folder, missing: list[str], config: PreTrainedCon
 def _check_dtype(name: str, dtype: Any) -> None:
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(f"{name} is {dtype!r:.80}, wanted torch.bfloat16 or torch.float16")
-
-
-def _put(experts: Experts, up: QuantizedWeights | Tensor, down: QuantizedWeights | Tensor) -> None:
-    if isinstance(up, QuantizedWeights) and isinstance(down, QuantizedWeights):
-        set_quantized(experts, (up, down))
-    else:
-        assert isinstance(up, Tensor) and isinstance(down, Tensor)
-        set_parameters(experts, (up, down))
 
 
 def _biases(

@@ -9,9 +9,8 @@ Layers are paired by the numbers in their names, `model.layers.3.mlp.experts` he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,8 +22,7 @@ from moelora.integrations.transformers.projection import (
     expert_weights,
     is_interleaved,
     is_quantized,
-    set_parameters,
-    set_quantized,
+    set_weights,
     sizes,
     up_name,
 )
@@ -63,7 +61,7 @@ class SharedExperts:
         Call it before the engine ends or loads other weights.
         """
         for module, (w13, w2) in self._bound.items():
-            _bind(module, (_copy(w13), _copy(w2)))
+            set_weights(module, (_copy(w13), _copy(w2)), shared=True)
 
 
 def share_experts(model: nn.Module, llm: Any) -> SharedExperts:
@@ -125,7 +123,7 @@ def share_experts(model: nn.Module, llm: Any) -> SharedExperts:
         freed += _nbytes(module, pair)
     quantized = any(isinstance(w2, QuantizedWeights) for _, w2 in bound.values())
     for module, pair in bound.items():
-        _bind(module, pair)
+        set_weights(module, pair, shared=True)
     if quantized:
         base = getattr(model, "get_base_model", None)  # of a PeftModel
         whole: Any = model if base is None else base()
@@ -286,13 +284,6 @@ def _nbytes(module: Experts, pair: Pair) -> int:
 
 
 # -- binding --
-
-
-def _bind(module: Experts, pair: Pair) -> None:
-    put: Callable[..., None] = partial(set_parameters, shared=True)
-    if isinstance(pair[1], QuantizedWeights):
-        put = set_quantized
-    put(module, pair)
 
 
 def _copy(weights: Weights) -> Weights:

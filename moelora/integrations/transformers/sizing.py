@@ -11,6 +11,7 @@ from moelora.adapters import AdapterInfo, LinearLayer, MoELayer, peek
 from moelora.adapters.checkpoint import hint
 from moelora.adapters.columns import Layout
 from moelora.adapters.columns import check as check_layout
+from moelora.adapters.names import is_called
 from moelora.integrations.transformers.linears import Linear
 
 if TYPE_CHECKING:
@@ -126,9 +127,6 @@ def served_of(
         return dict(experts) if needed else {}, {n: possible[n] for n in possible if n in touched}
     if isinstance(targets, str) or not isinstance(targets, Iterable) or not list(targets):
         raise ValueError(f'targets is {targets!r}, wanted "all" or a list of names')
-
-    def is_called(name: str, target: str) -> bool:
-        return name == target or name.endswith(f".{target}")
 
     def chosen(name: str) -> bool:
         return any(is_called(name, target) for target in targets)

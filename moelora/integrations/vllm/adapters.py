@@ -43,12 +43,9 @@ def arguments(ctx: Any, num_tokens: int) -> dict[str, Any]:
     and captures: vLLM only replays a graph captured without adapters for batches without.
     """
     # After an exchange of tokens between ranks, those of other ranks may have adapters.
-    mapping = ctx.local_token_lora_mapping
+    mapping = deltas.mapping_of(ctx.punica_wrapper, num_tokens, ctx.local_token_lora_mapping)
     if mapping is None:
-        meta = ctx.punica_wrapper.token_mapping_meta
-        if meta.no_lora_flag_cpu.item():
-            return {}
-        mapping = meta.token_lora_mapping[:num_tokens]
+        return {}
     return {
         "token_lora_mapping": mapping,
         "w13_lora_a": ctx.w13_lora_a_stacked,

@@ -58,7 +58,7 @@ def _ranks(punica: Any, stacks: Sequence[Tensor]) -> Tensor | None:
     return punica.__dict__.get("_moelora_ranks", {}).get(stacks[0].data_ptr())
 
 
-def _mapping(punica: Any, num_tokens: int, local: Tensor | None) -> Tensor | None:
+def mapping_of(punica: Any, num_tokens: int, local: Tensor | None) -> Tensor | None:
     """Slot of each token; None if no token has one, as in `adapters.arguments`."""
     if local is not None:
         return local
@@ -205,7 +205,7 @@ def _is_ours(add_lora_w13: Callable[..., Any], self: Any, call: GateUp) -> bool:
     if not race.wanted():
         return True
     tokens, y = call.num_tokens, call.y
-    mapping = _mapping(self, tokens, call.token_lora_mapping)
+    mapping = mapping_of(self, tokens, call.token_lora_mapping)
     if mapping is None:
         return True  # there is nothing to add
     of = race.identity(
@@ -237,7 +237,7 @@ def _is_ours(add_lora_w13: Callable[..., Any], self: Any, call: GateUp) -> bool:
 def _add_gate_up(
     self: Any, call: GateUp
 ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-    mapping = _mapping(self, call.num_tokens, call.token_lora_mapping)
+    mapping = mapping_of(self, call.num_tokens, call.token_lora_mapping)
     if mapping is None:
         return None, None, None, None
     _add(

@@ -66,18 +66,19 @@ def _check_size(name: str, got: int, source: str, tensor: Tensor, dim: int) -> N
 def _lists(
     factors: Sequence[Tensor],
     topk_weights: Tensor,
-    sorted_token_ids: Tensor | None,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor | None,
-    token_lora_mapping: Tensor | None,
     top_k_num: int,
-    lora_ids: Tensor | None,
-    num_active_loras: Tensor | int | None,
-    adapter_enabled: Tensor | None,
+    blocks: tuple[Tensor | None, Tensor, Tensor | None, int],
+    token_lora_mapping: Tensor | None,
+    adapters: tuple[Tensor | None, Tensor | int | None, Tensor | None],
     num_experts: int | None,
-    block_size: int,
 ) -> tuple[Any, ...]:
-    """Convert vLLM's description of rows and adapters to arguments of the compiled operators."""
+    """Convert vLLM's description of rows and adapters to arguments of the compiled operators.
+
+    blocks: (sorted_token_ids, expert_ids, num_tokens_post_padded, rows of a block)
+    adapters: (lora_ids, num_active_loras, adapter_enabled)
+    """
+    sorted_token_ids, expert_ids, num_tokens_post_padded, block_size = blocks
+    lora_ids, num_active_loras, adapter_enabled = adapters
     _check_size("top_k_num", top_k_num, "topk_weights", topk_weights, 1)
     absent = absent_tensor(topk_weights)
     experts = known_experts(factors, num_experts)
@@ -232,20 +233,9 @@ def fused_moe_lora(
             "at least 1"
         )
     _check_size("max_lora_rank", max_lora_rank, "lora_a_stacked[0]", a[0], 2)
-    rows = _lists(
-        (*a, *b),
-        topk_weights,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_padded,
-        token_lora_mapping,
-        top_k_num,
-        lora_ids,
-        num_active_loras,
-        adapter_enabled,
-        num_experts,
-        shrink_block_size_m,
-    )
+    blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, shrink_block_size_m
+    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
+    rows = _lists((*a, *b), topk_weights, top_k_num, blocks, *who)
     finish = (mul_routed_weight, add_inputs, offset)
     x = qcurr_hidden_states
     if not fully_sharded:
@@ -326,20 +316,9 @@ def fused_moe_lora_shrink(
     _check_size("M", M, "topk_weights", topk_weights, 0)
     _check_size("K", K, "qcurr_hidden_states", qcurr_hidden_states, 1)
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
-    rows = _lists(
-        a,
-        topk_weights,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_padded,
-        token_lora_mapping,
-        top_k_num,
-        lora_ids,
-        num_active_loras,
-        adapter_enabled,
-        num_experts,
-        block_size_m,
-    )
+    blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, block_size_m
+    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
+    rows = _lists(a, topk_weights, top_k_num, blocks, *who)
     op = operators.fused_moe_lora_shrink.default
     run(op, a_intermediate_cache1, qcurr_hidden_states, a, *rows)
 
@@ -415,20 +394,9 @@ def fused_moe_lora_expand(
     if b:
         _check_size("max_lora_rank", max_lora_rank, "lora_b_stacked[0]", b[0], 3)
         _check_size("w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0]", b[0], 2)
-    rows = _lists(
-        b,
-        topk_weights,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_padded,
-        token_lora_mapping,
-        top_k_num,
-        lora_ids,
-        num_active_loras,
-        adapter_enabled,
-        num_experts,
-        block_size_m,
-    )
+    blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, block_size_m
+    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
+    rows = _lists(b, topk_weights, top_k_num, blocks, *who)
     finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
     run(op, output, a_intermediate_cache1, b, *rows, *finish)

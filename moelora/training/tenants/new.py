@@ -17,6 +17,7 @@ from moelora.adapters.layers import (
     Pair,
     Projection,
 )
+from moelora.adapters.names import is_called
 
 
 class Layers(Protocol):
@@ -75,11 +76,7 @@ def _chosen(pool: Layers, targets: Sequence[str] | None) -> list[str]:
     every = [*pool.layers, *pool.linears]
     if targets is None:
         return every
-
-    def named(name: str, target: str) -> bool:
-        return name == target or name.endswith(f".{target}")
-
     for target in targets:
-        if not any(named(name, target) for name in every):
+        if not any(is_called(name, target) for name in every):
             raise ValueError(f"targets names {target!r}, which no layer of the pool is called")
-    return [name for name in every if any(named(name, target) for target in targets)]
+    return [name for name in every if any(is_called(name, target) for target in targets)]
