@@ -122,28 +122,22 @@ class _Stacks:
         return [*self.w13_lora_a, *self.w13_lora_b, self.w2_lora_a, self.w2_lora_b]
 
 
+@dataclass(eq=False)
 class ExpertStacks:
     """Stacks of all expert layers of a pool.
 
     `slices` and `shared_outer` are the `w13_slices` and `shared_outer` of `AdapterPool`.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, MoELayer],
-        max_loras: int,
-        max_rank: int,
-        places: Mapping[str, Place],
-        slices: int,
-        shared_outer: bool,
-    ) -> None:
-        self.layers = layers
-        self.max_loras = max_loras
-        self.max_rank = max_rank
-        self.places = places
-        self.slices = slices
-        self.shared_outer = shared_outer
-        self._stacks = {name: self._allocate(layer) for name, layer in layers.items()}
+    layers: Mapping[str, MoELayer]
+    max_loras: int
+    max_rank: int
+    places: Mapping[str, Place]
+    slices: int
+    shared_outer: bool
+
+    def __post_init__(self) -> None:
+        self._stacks = {name: self._allocate(layer) for name, layer in self.layers.items()}
 
     def of(self, name: str) -> _Stacks:
         if name not in self._stacks:

@@ -43,37 +43,30 @@ def problem(interface: Interface, parameters: Lookup | None = None) -> str | Non
     looks up; it begins with "there is no" if the release does not have it at all."""
     lookup = parameters or _parameters
 
-    def found(module: str, name: str) -> dict[str, bool] | str:
-        try:
-            return lookup(module, name)
-        except AttributeError:
-            return f"there is no {module}.{name}"
-        except ImportError as error:
-            if error.name is None or is_absent(module, error):
-                return f"there is no {module}.{name}"
-            return f"{module} cannot be imported ({error})"
-        except Exception as error:  # of the import
-            return f"{module} cannot be imported ({shown(error)})"
-
-    for module, functions in interface.replaced.items():
-        for name, wanted in functions.items():
-            got = found(module, name)
-            if isinstance(got, str):
-                return got
-            if list(got) != wanted.split():
-                return f"{module}.{name} has the parameters {list(got)}, not {wanted.split()}"
-    for table, what in ((interface.called, "does not take"), (interface.fields, "has no")):
+    for table in (interface.replaced, interface.called, interface.fields):
         for module, names in table.items():
             for name, wanted in names.items():
-                got = found(module, name)
-                if isinstance(got, str):
-                    return got
-                given = set(wanted.split())
-                if missing := given - set(got):
-                    return f"{module}.{name} {what} {', '.join(sorted(missing))}"
-                more = {one for one, is_required in got.items() if is_required} - given
+                full, expected = f"{module}.{name}", wanted.split()
+                try:
+                    got = lookup(module, name)
+                except AttributeError:
+                    return f"there is no {full}"
+                except ImportError as error:
+                    if error.name is None or is_absent(module, error):
+                        return f"there is no {full}"
+                    return f"{module} cannot be imported ({error})"
+                except Exception as error:  # of the import
+                    return f"{module} cannot be imported ({shown(error)})"
+                if table is interface.replaced:
+                    if list(got) != expected:
+                        return f"{full} has the parameters {list(got)}, not {expected}"
+                    continue
+                if missing := set(expected) - set(got):
+                    what = "does not take" if table is interface.called else "has no"
+                    return f"{full} {what} {', '.join(sorted(missing))}"
+                more = {one for one, is_required in got.items() if is_required} - set(expected)
                 if table is interface.called and more:
-                    return f"{module}.{name} requires {', '.join(sorted(more))}"
+                    return f"{full} requires {', '.join(sorted(more))}"
     return None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moelora.operators.call import factor_list
-from moelora.reference.align import align_max_blocks_ref
+from moelora.reference.align import align_max_blocks_ref, moe_align_block_size_ref
 from moelora.reference.routing import (
     Factors,
     active_adapter,
@@ -245,14 +245,6 @@ def moe_lora_align_lists_ref(
     Returns int32 sorted_token_ids (max_loras, rows), expert_ids (max_loras, blocks) and
     num_tokens_post_padded (max_loras,). Lists that are not requested contain `untouched`.
     """
-    work = rows_of_routing(
-        topk_ids,
-        token_lora_mapping,
-        num_experts,
-        max_loras,
-        adapter_enabled=adapter_enabled,
-        expert_map=expert_map,
-    )
     padding = topk_ids.numel()
     if blocks is None:
         blocks = align_max_blocks_ref("base", padding, num_experts, block_size)
@@ -264,15 +256,13 @@ def moe_lora_align_lists_ref(
     for adapter in lora_ids.tolist():
         if active_adapter(adapter, max_loras, enabled) < 0:
             continue
-        ids: list[int] = []
-        experts: list[int] = []
-        mine = {w[0] for w in work if w is not None and w[1] == adapter}
-        for expert in sorted(mine):
-            group = [p for p, w in enumerate(work) if w == (expert, adapter)]
-            padded = -(-len(group) // block_size) * block_size
-            ids += group + [padding] * (padded - len(group))
-            experts += [expert] * (padded // block_size)
-        sorted_token_ids[adapter] = torch.tensor(ids + [padding] * (rows - len(ids)))
-        expert_ids[adapter] = torch.tensor(experts + [-1] * (blocks - len(experts)))
-        used[adapter] = len(ids)
+        mine = torch.where((token_lora_mapping == adapter)[:, None], topk_ids, -1)
+        ids, experts, used[adapter] = moe_align_block_size_ref(
+            mine, block_size, num_experts, expert_map=expert_map
+        )
+        count = int(used[adapter])
+        sorted_token_ids[adapter] = padding
+        sorted_token_ids[adapter, :count] = ids[:count]
+        expert_ids[adapter] = -1
+        expert_ids[adapter, : count // block_size] = experts[: count // block_size]
     return sorted_token_ids, expert_ids, used

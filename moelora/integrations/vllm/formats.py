@@ -72,13 +72,18 @@ def _columns_first(tensor: Tensor, parameter: Tensor) -> PerExpert:
 
 def _of(
     make: Callable[..., QuantizedWeights],
+    tensors: str = "",
     settings: Callable[[Any], dict[str, Any]] = lambda method: {},
-    **tensors: str,
+    **renamed: str,
 ) -> Read:
-    """`make` of tensors by their names after "w13_" and "w2_", with settings of the method."""
+    """`make` of tensors by their names after "w13_" and "w2_", with settings of the method.
+
+    `tensors` are called as the arguments of `make`, `renamed` otherwise.
+    """
+    names = {name: name for name in tensors.split()} | renamed
 
     def read(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
-        parts = {key: _get(layer, f"{name}_{own}") for key, own in tensors.items()}
+        parts = {key: _get(layer, f"{name}_{own}") for key, own in names.items()}
         return make(**parts, **settings(method), **options)
 
     return read
@@ -193,12 +198,7 @@ FORMATS = {
     "nvfp4_modelopt": Format(
         "NVFP4 with 16-bit activations, ModelOpt",
         _method(f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "self quant_config moe_config"),
-        _of(
-            QuantizedWeights.from_nvfp4,
-            weight="weight",
-            weight_scale="weight_scale",
-            weight_scale_2="weight_scale_2",
-        ),
+        _of(QuantizedWeights.from_nvfp4, "weight weight_scale weight_scale_2"),
         _nvfp4_reason,
     ),
     "nvfp4_compressed_tensors": Format(
@@ -209,10 +209,7 @@ FORMATS = {
             "self moe layer_name use_a16",
         ),
         _of(
-            QuantizedWeights.from_nvfp4,
-            weight="weight_packed",
-            weight_scale="weight_scale",
-            weight_global_scale="weight_global_scale",
+            QuantizedWeights.from_nvfp4, "weight_scale weight_global_scale", weight="weight_packed"
         ),
         _nvfp4_reason,
     ),
@@ -221,9 +218,8 @@ FORMATS = {
         _method(f"{_QUANT}.auto_gptq", "AutoGPTQMoEMethod", "self quant_config moe"),
         _of(
             QuantizedWeights.from_gptq,
+            "qweight scales",
             lambda method: {"group_size": method.quant_config.group_size, "sym": True},
-            qweight="qweight",
-            scales="scales",
         ),
         _gptq_reason,
         loaded_biases=True,
@@ -233,10 +229,8 @@ FORMATS = {
         _method(f"{_QUANT}.auto_awq", "AutoAWQMoEMethod", "self quant_config moe"),
         _of(
             QuantizedWeights.from_awq,
+            "qweight scales qzeros",
             lambda method: {"group_size": method.quant_config.group_size},
-            qweight="qweight",
-            scales="scales",
-            qzeros="qzeros",
         ),
         lambda method: (
             None if method.quant_config.zero_point else "AWQ weights have no zero points"
