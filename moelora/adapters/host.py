@@ -57,14 +57,16 @@ class Source:
 class Host:
     """Known adapters by name; at most `places` of them are in host memory.
 
-    `read(name, folder, layout=)` returns its factors; `pinned` says whether host memory is pinned.
+    `read` returns the factors of a folder; `pinned` says whether host memory is pinned.
 
     An interrupt may end a call between any two statements. So a source without a folder has its
     factors from when a name stands for it until none does, and `_used` has every name whose factors
     are in host memory, and after an interrupt maybe others.
     """
 
-    def __init__(self, places: int, read: Callable[..., Staged], pinned: bool) -> None:
+    def __init__(
+        self, places: int, read: Callable[[str, Path, Layout | None], Staged], pinned: bool
+    ) -> None:
         self.places = places
         self._read = read
         self._pinned = pinned
@@ -137,7 +139,7 @@ class Host:
             if staged is None:
                 assert source.folder is not None
                 try:
-                    staged = self.copied(self._read(name, source.folder, layout=source.layout))
+                    staged = self.copied(self._read(name, source.folder, source.layout))
                 except Exception as error:
                     source.failure = error
                     raise

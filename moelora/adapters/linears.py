@@ -43,30 +43,30 @@ class LinearStacks:
     ) -> None:
         self.layers = layers
         self.max_rank = max_rank
-        self._a: dict[str, torch.Tensor] = {}
-        self._b: dict[str, torch.Tensor] = {}
-        self._ranks: dict[str, torch.Tensor] = {}
+        self._stacks: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         r = padded(max_rank)
         for name, layer in layers.items():
             device, dtype = places[name]
             wide, tall = layer.in_features, layer.out_features
             shape = (wide, r) if layer.embedding else (r, wide)
-            self._a[name] = torch.zeros(max_loras, 1, *shape, dtype=dtype, device=device)
-            self._b[name] = torch.zeros(max_loras, 1, tall, r, dtype=dtype, device=device)
-            self._ranks[name] = torch.zeros(max_loras, dtype=torch.int32, device=device)
+            self._stacks[name] = (
+                torch.zeros(max_loras, 1, *shape, dtype=dtype, device=device),
+                torch.zeros(max_loras, 1, tall, r, dtype=dtype, device=device),
+                torch.zeros(max_loras, dtype=torch.int32, device=device),
+            )
 
     def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(lora_a, lora_b, lora_ranks) of a layer."""
-        if name not in self._a:
+        if name not in self._stacks:
             raise KeyError(f"{name!r} is none of the pool's linear layers")
-        return self._a[name], self._b[name], self._ranks[name]
+        return self._stacks[name]
 
     def stage(self, adapter: Mapping[str, LinearPair], convert: Conversions) -> Converted:
         """Check an adapter's pairs and convert them; ValueError says what does not fit."""
         check_linears(adapter, self.layers, self.max_rank)
         staged: Converted = {}
         for name, pair in adapter.items():
-            dtype = self._a[name].dtype
+            dtype = self._stacks[name][0].dtype
             scaled = pair.b if pair.scaling == 1 else pair.b.float() * pair.scaling
             a = convert.of(f"lora_A of {name}", pair.a, dtype)
             staged[name] = [(a, convert.of(f"lora_B of {name}", scaled, dtype))]
@@ -74,5 +74,5 @@ class LinearStacks:
 
     def pairs(self, name: str, slot: int) -> list[Factors]:
         """The stacks of a layer in a slot, as `stage` has their factors."""
-        a, b = self._a[name].detach()[slot, 0], self._b[name].detach()[slot, 0]
+        a, b = (stack.detach()[slot, 0] for stack in self._stacks[name][:2])
         return [(a.T if self.layers[name].embedding else a, b)]

@@ -14,7 +14,6 @@ them is overwritten and added after the last. A slot that is written without the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -169,8 +168,7 @@ class AdapterPool(ServingPool):
         self.lora_ranks, self.lora_scalings = tables.ranks, tables.scalings
         self.adapter_enabled = tables.enabled
         self._pinned = any(device.type == "cuda" for device in self.devices)
-        stage = partial(self._reader.stage, config=None)  # of a name, its folder and layout
-        self._host = Host(host, stage, self._pinned) if host else None
+        self._host = Host(host, self._staged_folder, self._pinned) if host else None
         self._versions = Bringing(self._slots, max_loras, self._host)
         self._lock = self._versions.lock
 
@@ -466,3 +464,6 @@ class AdapterPool(ServingPool):
         if self._host is None:
             return None
         return Source.of(source, layout, self._host.copied(staged))
+
+    def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
+        return self._reader.stage(name, folder, None, layout)

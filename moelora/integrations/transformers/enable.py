@@ -85,13 +85,10 @@ def own_experts(model: nn.Module, reached: set[str]) -> list[str]:
         last = name.rpartition(".")[2]
         if "shared" in f"{last} {cls}".lower():
             continue  # shared experts process every token
-        if not (last == "experts" or cls.endswith("Experts")) or _empty(module):
+        is_empty = next(module.parameters(), None) is None
+        if not (last == "experts" or cls.endswith("Experts")) or is_empty:
             continue
         plain = name.replace(".base_layer", "")
         if not any((plain + ".").startswith(r + ".") or r.startswith(plain + ".") for r in reached):
             found[cls if cls != "ModuleList" else f"{name.split('.')[-2]}.experts"] = None
     return list(found)
-
-
-def _empty(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None

@@ -221,34 +221,24 @@ def lay_out(experts: Experts) -> None:
     the weights in any other way. Not when adapters are attached: FSDP2 takes only contiguous
     parameters.
     """
-    if not experts.is_transposed or is_quantized(experts):
-        return
-    if torch.compiler.is_compiling():
-        _lay_out_now(experts)
-        return
-    with _laying:
+    if experts.is_transposed and not is_quantized(experts):
         _lay_out(experts)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
-def _lay_out_now(experts: Experts) -> bool:
-    """Rearranges weights before tracing continues, since the graph depends on their strides."""
-    with _laying:
-        _lay_out(experts)
-    return True
-
-
-def _lay_out(experts: Experts) -> None:
+def _lay_out(experts: Experts) -> bool:
+    """While a compiler traces, before it continues: the graph depends on the strides."""
     for name in (up_name(experts), "down_proj"):
-        weight: Any = experts._parameters.get(name)
-        if hasattr(weight, "placements"):
-            if weight.device_mesh.ndim == 1:  # others are FSDP's, which keeps its own
-                experts._parameters[name] = _laid_out_part(weight)
-            continue
-        if weight is None or weight.transpose(1, 2).is_contiguous():
-            continue
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():  # like the parameter
-            weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        with _laying:
+            weight: Any = experts._parameters.get(name)
+            if hasattr(weight, "placements"):
+                if weight.device_mesh.ndim == 1:  # others are FSDP's, which keeps its own
+                    experts._parameters[name] = _laid_out_part(weight)
+            elif weight is not None and not weight.transpose(1, 2).is_contiguous():
+                is_inference = weight.is_inference()  # the data become like the parameter
+                with torch.inference_mode(is_inference), torch.no_grad():
+                    weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    return True
 
 
 def _laid_out_part(weight: Any) -> torch.nn.Parameter:

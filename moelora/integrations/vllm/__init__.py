@@ -83,12 +83,6 @@ def wrap(owner: object, name: str, replacement: Callable[..., Any]) -> None:
         _wrapped.append((owner, name, original))
 
 
-def _unwrap(since: int) -> None:
-    """Undo the later calls of `wrap`."""
-    while len(_wrapped) > since:
-        setattr(*_wrapped.pop())
-
-
 def register() -> None:
     """Serve vLLM's MoE layers from now on in this process; failures are logged, not raised."""
     if said := switched_off(SWITCH):
@@ -102,7 +96,8 @@ def register() -> None:
         else:
             _install()
     except Exception as error:
-        _unwrap(wrapped)  # all or nothing
+        while len(_wrapped) > wrapped:  # all or nothing
+            setattr(*_wrapped.pop())
         say_once(f"could not register: {shown(error)}; {OWN_PATH}", logging.ERROR)
         log.debug("moelora: could not register", exc_info=True)
 
