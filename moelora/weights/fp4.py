@@ -57,7 +57,31 @@ class FromFP4(Packable):
         -----
         OCP Microscaling Formats (MX) Specification, version 1.0, 2023.
         """
-        return cls._pack(read_mxfp4(blocks, scales), gate_up, dtype)
+        blocks, scales = Stack("blocks", blocks), Stack("scales", scales)
+        wanted = "[N, K/32, 16] or [N, K/2] for each expert"
+        first = blocks[0]
+        if first.dim() == 3 and first.size(2) == BLOCK // 2:
+            rows, columns = first.size(0), first.size(1) * BLOCK
+        elif first.dim() == 2 and first.size(1) % (BLOCK // 2) == 0:
+            rows, columns = first.size(0), first.size(1) * 2
+        else:
+            blocks.fail(0, f"has shape {tuple(first.shape)} for each expert", wanted)
+        blocks.refuse_empty()
+        blocks.check(blocks, tuple(first.shape), torch.uint8)
+        scales.check(blocks, (rows, columns // BLOCK), torch.uint8, torch.float8_e8m0fnu)
+
+        def read(expert: int) -> Numbers:
+            bits = scales[expert].view(torch.uint8)
+            largest = int(bits.max())
+            if largest > LARGEST_E8M0:
+                what = "NaN" if largest == 255 else f"2^{largest - 127}"
+                scales.fail(
+                    expert, f"has the e8m0 byte {largest}, {what}", "at most 128, a scale of 2"
+                )
+            return blocks[expert].reshape(rows, columns // 2), bits, None
+
+        found = Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
+        return cls._pack(found, gate_up, dtype)
 
     @classmethod
     @typed
@@ -101,80 +125,45 @@ class FromFP4(Packable):
         Layouts of NVIDIA's TensorRT Model Optimizer (`NVFP4QTensor`) and of the compressed-tensors
         library ("nvfp4-pack-quantized"). Scales of activations are not used.
         """
-        found = read_nvfp4(weight, weight_scale, weight_scale_2, weight_global_scale, gate_up)
+        values, scales = Stack("weight", weight), Stack("weight_scale", weight_scale)
+        rows, half = values.matrix("[N, K/2] for each expert")
+        columns = 2 * half
+        if columns % NVFP4_BLOCK:
+            values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
+        values.check(values, (rows, half), torch.uint8, torch.float4_e2m1fn_x2)
+        wanted = rows, columns // NVFP4_BLOCK
+        scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
+        given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
+        there = {name: of for name, of in given.items() if of is not None}
+        if len(there) != 1:
+            got = "both are there" if there else "neither is there"
+            raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
+        ((name, of_tensors),) = there.items()
+        stack = Stack(name, of_tensors)
+        tensor_scales = _tensor_scales(stack, values, 2 if gate_up else 1)
+        if name == "weight_global_scale":
+            tensor_scales = 1 / tensor_scales
+            for expert in (~tensor_scales.isfinite()).any(1).nonzero().flatten().tolist():
+                got = f"is {stack[expert].flatten().tolist()}"
+                stack.fail(expert, got, "numbers with a finite reciprocal")
+
+        def read(expert: int) -> Numbers:
+            bits = scales[expert].view(torch.uint8)
+            bits = bits.masked_fill(bits == 0x80, 0)  # minus zero
+            largest = int(bits.max())
+            if largest >= 0x7F:
+                what = "NaN" if largest & 0x7F == 0x7F else "negative"
+                scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
+            return values[expert].view(torch.uint8), bits, None
+
+        shape = len(values), rows, columns
+        found = Checkpoint(
+            "nvfp4", shape, NVFP4_BLOCK, False, read, tensor_scales=tensor_scales.contiguous()
+        )
         return cls._pack(found, gate_up, dtype)
 
 
 # ---- checkpoints -> values (N, K / 2), scales by rows ----
-
-
-def read_mxfp4(blocks: PerExpert, scales: PerExpert) -> Checkpoint:
-    blocks, scales = Stack("blocks", blocks), Stack("scales", scales)
-    wanted = "[N, K/32, 16] or [N, K/2] for each expert"
-    first = blocks[0]
-    if first.dim() == 3 and first.size(2) == BLOCK // 2:
-        rows, columns = first.size(0), first.size(1) * BLOCK
-    elif first.dim() == 2 and first.size(1) % (BLOCK // 2) == 0:
-        rows, columns = first.size(0), first.size(1) * 2
-    else:
-        blocks.fail(0, f"has shape {tuple(first.shape)} for each expert", wanted)
-    blocks.refuse_empty()
-    blocks.check(blocks, tuple(first.shape), torch.uint8)
-    scales.check(blocks, (rows, columns // BLOCK), torch.uint8, torch.float8_e8m0fnu)
-
-    def read(expert: int) -> Numbers:
-        bits = scales[expert].view(torch.uint8)
-        largest = int(bits.max())
-        if largest > LARGEST_E8M0:
-            what = "NaN" if largest == 255 else f"2^{largest - 127}"
-            scales.fail(expert, f"has the e8m0 byte {largest}, {what}", "at most 128, a scale of 2")
-        return blocks[expert].reshape(rows, columns // 2), bits, None
-
-    return Checkpoint("mxfp4", (len(blocks), rows, columns), BLOCK, False, read)
-
-
-def read_nvfp4(
-    weight: PerExpert,
-    weight_scale: PerExpert,
-    weight_scale_2: PerExpert | None,
-    weight_global_scale: PerExpert | None,
-    gate_up: str | None,
-) -> Checkpoint:
-    values, scales = Stack("weight", weight), Stack("weight_scale", weight_scale)
-    rows, half = values.matrix("[N, K/2] for each expert")
-    columns = 2 * half
-    if columns % NVFP4_BLOCK:
-        values.fail(0, f"has {columns} columns (K)", f"a multiple of {NVFP4_BLOCK}")
-    values.check(values, (rows, half), torch.uint8, torch.float4_e2m1fn_x2)
-    wanted = rows, columns // NVFP4_BLOCK
-    scales.check(values, wanted, torch.uint8, torch.float8_e4m3fn)
-    given = {"weight_scale_2": weight_scale_2, "weight_global_scale": weight_global_scale}
-    there = {name: of for name, of in given.items() if of is not None}
-    if len(there) != 1:
-        got = "both are there" if there else "neither is there"
-        raise ValueError(f"{got}, expected one of weight_scale_2 and weight_global_scale")
-    ((name, of_tensors),) = there.items()
-    stack = Stack(name, of_tensors)
-    tensor_scales = _tensor_scales(stack, values, 2 if gate_up else 1)
-    if name == "weight_global_scale":
-        tensor_scales = 1 / tensor_scales
-        for expert in (~tensor_scales.isfinite()).any(1).nonzero().flatten().tolist():
-            got = f"is {stack[expert].flatten().tolist()}"
-            stack.fail(expert, got, "numbers with a finite reciprocal")
-
-    def read(expert: int) -> Numbers:
-        bits = scales[expert].view(torch.uint8)
-        bits = bits.masked_fill(bits == 0x80, 0)  # minus zero
-        largest = int(bits.max())
-        if largest >= 0x7F:
-            what = "NaN" if largest & 0x7F == 0x7F else "negative"
-            scales.fail(expert, f"has the e4m3 byte {largest}, {what}", "scales of 0 to 448")
-        return values[expert].view(torch.uint8), bits, None
-
-    shape = len(values), rows, columns
-    return Checkpoint(
-        "nvfp4", shape, NVFP4_BLOCK, False, read, tensor_scales=tensor_scales.contiguous()
-    )
 
 
 def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:

@@ -148,7 +148,10 @@ class FromFP8(Packable):
         -----
         Layout of the compressed-tensors library.
         """
-        found = read_channel(weight, weight_scale, gate_up)
+        weight, scales = _weight(weight), Stack("weight_scale", weight_scale)
+        rows, columns = weight.matrix("[N, K] for each expert")
+        _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
+        found = _checkpoint(weight, scales, torch.arange(rows, device="cpu"), (1, columns), gate_up)
         return cls._pack_fp8(found, activations, "token", 0.0, gate_up, dtype)
 
     @classmethod
@@ -216,13 +219,6 @@ def read_block(
         of_rows = row // half * (halves // 2) + row % half // high
     _check(scales, weight, (int(of_rows[-1]) + 1, -(-columns // wide)))
     return _checkpoint(weight, scales, of_rows, (high, wide), gate_up)
-
-
-def read_channel(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -> Checkpoint:
-    weight, scales = _weight(weight), Stack("weight_scale", scales)
-    rows, columns = weight.matrix("[N, K] for each expert")
-    _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
-    return _checkpoint(weight, scales, torch.arange(rows, device="cpu"), (1, columns), gate_up)
 
 
 def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) -> Checkpoint:

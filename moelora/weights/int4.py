@@ -87,7 +87,34 @@ class FromINT4(Packable):
             known = " or ".join(map(repr, ZERO_OFFSETS))
             raise ValueError(f"checkpoint_format is {checkpoint_format!r}, expected {known}")
         offset = ZERO_OFFSETS[checkpoint_format]
-        found = read_gptq(qweight, scales, qzeros, g_idx, group_size, sym, offset)
+        values, scales = Stack("qweight", qweight), Stack("scales", scales)
+        depth, rows = values.matrix("[K/8, N] for each expert")
+        columns, groups = 8 * depth, scales.matrix("[K/group, N] for each expert")[0]
+        values.check(values, (depth, rows), torch.int32)
+        scales.check(values, (groups, rows), *SCALES)
+        group = group_of(scales, columns, groups, group_size)
+        zeros = None
+        if qzeros is not None:
+            stored = Stack("qzeros", qzeros)
+            stored.check(values, (groups, -(-rows // 8)), torch.int32)
+            zeros = stored if _differ_from_8(stored, rows, offset) else None
+            if sym and zeros is not None:
+                raise ValueError(
+                    "qzeros has zero points other than 8, expected none, as sym is True"
+                )
+        elif sym is False:
+            raise ValueError("qzeros is None, expected zero points, as sym is False")
+        if g_idx is not None:
+            _check_order(Stack("g_idx", g_idx), values, columns, group)
+
+        def read(expert: int) -> Numbers:
+            check_scales(scales, expert)
+            points = None
+            if zeros is not None:
+                points = (nibbles(words(zeros[expert]))[:, :rows] + offset).t().contiguous()
+            return words(values[expert].t()), scales[expert].t().contiguous(), points
+
+        found = Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
         return cls._pack(found, gate_up, dtype)
 
     @classmethod
@@ -126,7 +153,33 @@ class FromINT4(Packable):
         -----
         Lin et al., AWQ, 2023 (arXiv:2306.00978).
         """
-        found = read_awq(qweight, scales, qzeros, group_size)
+        values, scales = Stack("qweight", qweight), Stack("scales", scales)
+        columns, eighth = values.matrix("[K, N/8] for each expert")
+        rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
+        if columns % 8:
+            values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
+        values.check(values, (columns, eighth), torch.int32)
+        scales.check(values, (groups, rows), *SCALES)
+        group = group_of(scales, columns, groups, group_size)
+        zeros = None
+        if qzeros is not None:
+            stored = Stack("qzeros", qzeros)
+            stored.check(values, (groups, eighth), torch.int32)
+            zeros = stored if _differ_from_8(stored, rows, 0) else None
+
+        def by_columns(packed: Tensor) -> Tensor:
+            stored = nibbles(words(packed)).unflatten(1, (-1, 8))
+            inverse = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
+            return stored[:, :, inverse].flatten(1)
+
+        def read(expert: int) -> Numbers:
+            check_scales(scales, expert)
+            numbers = by_columns(values[expert]).t()
+            packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
+            points = None if zeros is None else by_columns(zeros[expert]).t().contiguous()
+            return packed.contiguous(), scales[expert].t().contiguous(), points
+
+        found = Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
         return cls._pack(found, gate_up, dtype)
 
     @classmethod
@@ -167,9 +220,35 @@ class FromINT4(Packable):
         -----
         Layout of the compressed-tensors library (`pack_to_int32`).
         """
-        found = read_compressed_tensors(
-            weight_packed, weight_scale, weight_zero_point, weight_shape, group_size
-        )
+        values, scales = Stack("weight_packed", weight_packed), Stack("weight_scale", weight_scale)
+        rows, depth = values.matrix("[N, K/8] for each expert")
+        columns, groups = 8 * depth, scales.matrix("[N, K/group] for each expert")[1]
+        values.check(values, (rows, depth), torch.int32)
+        scales.check(values, (rows, groups), *SCALES)
+        group = group_of(scales, columns, groups, group_size)
+        zeros = None
+        if weight_zero_point is not None:
+            zeros = Stack("weight_zero_point", weight_zero_point)
+            zeros.check(values, (-(-rows // 8), groups), torch.int32)
+        if weight_shape is not None:
+            shapes = (
+                weight_shape.reshape(-1, 2) if isinstance(weight_shape, Tensor) else weight_shape
+            )
+            for shape in shapes:
+                if tuple(map(int, shape)) != (rows, columns):
+                    raise ValueError(
+                        f"weight_shape is {tuple(map(int, shape))}, expected {(rows, columns)} as "
+                        "weight_packed"
+                    )
+
+        def read(expert: int) -> Numbers:
+            check_scales(scales, expert)
+            points = None
+            if zeros is not None:
+                points = nibbles(words(zeros[expert].t()))[:, :rows].t().contiguous()
+            return words(values[expert]), scales[expert], points
+
+        found = Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
         return cls._pack(found, gate_up, dtype)
 
 
@@ -185,43 +264,6 @@ def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -
     if group_size is not None and group != (columns if group_size == -1 else group_size):
         scales.fail(0, f"has groups of {group}", f"groups of {group_size}, the group_size")
     return group
-
-
-def read_gptq(
-    qweight: PerExpert,
-    scales: PerExpert,
-    qzeros: PerExpert | None,
-    g_idx: PerExpert | None,
-    group_size: int | None,
-    sym: bool | None,
-    offset: int,
-) -> Checkpoint:
-    values, scales = Stack("qweight", qweight), Stack("scales", scales)
-    depth, rows = values.matrix("[K/8, N] for each expert")
-    columns, groups = 8 * depth, scales.matrix("[K/group, N] for each expert")[0]
-    values.check(values, (depth, rows), torch.int32)
-    scales.check(values, (groups, rows), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if qzeros is not None:
-        stored = Stack("qzeros", qzeros)
-        stored.check(values, (groups, -(-rows // 8)), torch.int32)
-        zeros = stored if _differ_from_8(stored, rows, offset) else None
-        if sym and zeros is not None:
-            raise ValueError("qzeros has zero points other than 8, expected none, as sym is True")
-    elif sym is False:
-        raise ValueError("qzeros is None, expected zero points, as sym is False")
-    if g_idx is not None:
-        _check_order(Stack("g_idx", g_idx), values, columns, group)
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        points = None
-        if zeros is not None:
-            points = (nibbles(words(zeros[expert]))[:, :rows] + offset).t().contiguous()
-        return words(values[expert].t()), scales[expert].t().contiguous(), points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
 
 
 def _differ_from_8(zeros: Stack, rows: int, offset: int) -> bool:
@@ -241,74 +283,3 @@ def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:
         if not torch.equal(g_idx[expert].long(), in_order):
             got = "is of weights in the order of their activations (desc_act)"
             g_idx.fail(expert, got, "k // group_size")
-
-
-def read_awq(
-    qweight: PerExpert,
-    scales: PerExpert,
-    qzeros: PerExpert | None,
-    group_size: int | None,
-) -> Checkpoint:
-    values, scales = Stack("qweight", qweight), Stack("scales", scales)
-    columns, eighth = values.matrix("[K, N/8] for each expert")
-    rows, groups = 8 * eighth, scales.matrix("[K/group, N] for each expert")[0]
-    if columns % 8:
-        values.fail(0, f"has {columns} columns (K)", "a multiple of 8")
-    values.check(values, (columns, eighth), torch.int32)
-    scales.check(values, (groups, rows), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if qzeros is not None:
-        stored = Stack("qzeros", qzeros)
-        stored.check(values, (groups, eighth), torch.int32)
-        zeros = stored if _differ_from_8(stored, rows, 0) else None
-
-    def by_columns(packed: Tensor) -> Tensor:
-        stored = nibbles(words(packed)).unflatten(1, (-1, 8))
-        inverse = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
-        return stored[:, :, inverse].flatten(1)
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        numbers = by_columns(values[expert]).t()
-        packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        points = None if zeros is None else by_columns(zeros[expert]).t().contiguous()
-        return packed.contiguous(), scales[expert].t().contiguous(), points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
-
-
-def read_compressed_tensors(
-    weight_packed: PerExpert,
-    weight_scale: PerExpert,
-    weight_zero_point: PerExpert | None,
-    weight_shape: PerExpert | None,
-    group_size: int | None,
-) -> Checkpoint:
-    values, scales = Stack("weight_packed", weight_packed), Stack("weight_scale", weight_scale)
-    rows, depth = values.matrix("[N, K/8] for each expert")
-    columns, groups = 8 * depth, scales.matrix("[N, K/group] for each expert")[1]
-    values.check(values, (rows, depth), torch.int32)
-    scales.check(values, (rows, groups), *SCALES)
-    group = group_of(scales, columns, groups, group_size)
-    zeros = None
-    if weight_zero_point is not None:
-        zeros = Stack("weight_zero_point", weight_zero_point)
-        zeros.check(values, (-(-rows // 8), groups), torch.int32)
-    if weight_shape is not None:
-        shapes = weight_shape.reshape(-1, 2) if isinstance(weight_shape, Tensor) else weight_shape
-        for shape in shapes:
-            if tuple(map(int, shape)) != (rows, columns):
-                raise ValueError(
-                    f"weight_shape is {tuple(map(int, shape))}, expected {(rows, columns)} as "
-                    "weight_packed"
-                )
-
-    def read(expert: int) -> Numbers:
-        check_scales(scales, expert)
-        points = None
-        if zeros is not None:
-            points = nibbles(words(zeros[expert].t()))[:, :rows].t().contiguous()
-        return words(values[expert]), scales[expert], points
-
-    return Checkpoint("int4", (len(values), rows, columns), group, zeros is not None, read)
