@@ -209,9 +209,16 @@ class ExpertStacks:
             one_a = one_a and have_one_a(factors_a[0], factors_a[-1])
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
-            for stack, factor in zip(self._named(layer), chosen, strict=True):
-                own = None if factor is None else self._fitted(name, stack, factor, convert)
-                factors[name].append(own)
+            for (projection, *stacks), factor in zip(self._named(layer), chosen, strict=True):
+                converted = []
+                for side, tensor, into in zip("AB", factor or (), stacks, strict=False):
+                    where = f"lora_{side} of {name}.{projection}"
+                    if tensor.size(0) > into.size(1):
+                        raise ValueError(
+                            f"{where} differs between experts, but the pool has shared_outer=True"
+                        )
+                    converted.append(convert.of(where, tensor, into.dtype))
+                factors[name].append((converted[0], converted[1]) if converted else None)
                 rank = max(rank, 0 if factor is None else factor[0].size(1))
         return factors, rank, 1.0 if fold else scalings.pop(), one_a
 
@@ -224,25 +231,6 @@ class ExpertStacks:
             *((n, a, b) for n, (a, b) in zip(names, w13, strict=True)),
             ("down_proj", s.w2_lora_a, s.w2_lora_b),
         ]
-
-    def _fitted(
-        self,
-        layer: str,
-        stack: tuple[str, torch.Tensor, torch.Tensor],
-        factor: Factors,
-        convert: Conversions,
-    ) -> Factors:
-        """Check a pair against its stacks and convert it to their dtype."""
-        projection, *stacks = stack
-        converted = []
-        for side, tensor, into in zip("AB", factor, stacks, strict=True):
-            where = f"lora_{side} of {layer}.{projection}"
-            if tensor.size(0) > into.size(1):
-                raise ValueError(
-                    f"{where} differs between experts, but the pool has shared_outer=True"
-                )
-            converted.append(convert.of(where, tensor, into.dtype))
-        return converted[0], converted[1]
 
     def pairs(self, name: str, slot: int) -> list[Factors]:
         """The stacks of a layer in a slot, as `stage` has their factors."""

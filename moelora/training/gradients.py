@@ -76,61 +76,38 @@ def gradients(
         `wanted` is not names of gradients, or beside `grads`; `pairs` is not of two dimensions;
         `pairs` or `accumulate` without `grads`.
     """
+    bits = backward.bits
     if grads is not None:
-        to: dict[str, Any] = _buffers(backward, grads._asdict(), wanted, pairs, given["grad_out"])
+        if wanted is not None:
+            raise ValueError("wanted and grads both say which gradients to compute: pass one")
+        if pairs is not None and pairs.dim() != 2:  # operators take an empty one for none
+            raise ValueError(f"pairs has shape {tuple(pairs.shape)}, expected (max_loras, E)")
+        absent = absent_tensor(given["grad_out"])
+        to: dict[str, Any] = {"grad_pairs": or_absent(pairs, absent), "accumulate": accumulate}
+        for name, value in grads._asdict().items():
+            to[f"grad_{name}"] = (
+                # A sparse one (S, rows, columns) gets a dimension of adapters.
+                [b if pairs is None or b.dim() != 3 else b.unsqueeze(0) for b in factor_list(value)]
+                if name in backward.factors
+                else or_absent(value, absent)
+            )
         op = backward.op("_out")
-        run(op, *in_order(op, {**given, **to, "accumulate": accumulate}))
+        run(op, *in_order(op, {**given, **to}))
         return grads
-    present = [n for n in backward.places if n in arguments and factor_list(arguments[n])]
-    names, bits = _requested(wanted, present, backward.bits, pairs, accumulate)
-    op = backward.op()
-    found = run(op, *in_order(op, {**given, "wanted": bits, "float32": float32}))
-    results = backward.by_argument(found, given)
-    return kind(**{name: _in_form(name, results[name], arguments[name]) for name in names})
-
-
-def _requested(
-    wanted: Collection[str] | None,
-    present: Collection[str],
-    bits: Mapping[str, int],
-    pairs: Tensor | None,
-    accumulate: bool,
-) -> tuple[list[str], int]:
-    """Gradients to return in new tensors: names of those of arguments, and their bits."""
     if accumulate:
         raise ValueError("accumulate adds to what grads holds, which is None")
     if pairs is not None:
         raise ValueError("pairs has the indices of gradients in grads, which is None")
     if isinstance(wanted, str):
         raise ValueError(f"wanted is {wanted!r}, expected a collection of names: [{wanted!r}]")
+    present = [n for n in backward.places if n in arguments and factor_list(arguments[n])]
     names = set(present if wanted is None else wanted)
     if unknown := names - set(bits):
         raise ValueError(f"wanted has {sorted(unknown)}, expected some of {list(bits)}")
-    return [name for name in present if name in names], sum(bits[name] for name in names)
-
-
-def _buffers(
-    backward: Backward,
-    grads: Mapping[str, Any],
-    wanted: Collection[str] | None,
-    pairs: Tensor | None,
-    like: Tensor,
-) -> dict[str, Any]:
-    """Gradients to write to, as operators have them."""
-    if wanted is not None:
-        raise ValueError("wanted and grads both say which gradients to compute: pass one")
-    if pairs is not None and pairs.dim() != 2:  # operators take an empty one for none
-        raise ValueError(f"pairs has shape {tuple(pairs.shape)}, expected (max_loras, E)")
-    absent = absent_tensor(like)
-    buffers: dict[str, Any] = {"grad_pairs": or_absent(pairs, absent)}
-    for name, value in grads.items():
-        buffers[f"grad_{name}"] = (
-            # A sparse one (S, rows, columns) gets a dimension of adapters.
-            [b if pairs is None or b.dim() != 3 else b.unsqueeze(0) for b in factor_list(value)]
-            if name in backward.factors
-            else or_absent(value, absent)
-        )
-    return buffers
+    op, sum_of_bits = backward.op(), sum(bits[name] for name in names)
+    found = run(op, *in_order(op, {**given, "wanted": sum_of_bits, "float32": float32}))
+    results = backward.by_argument(found, given)
+    return kind(**{n: _in_form(n, results[n], arguments[n]) for n in present if n in names})
 
 
 def _in_form(name: str, grad: Any, argument: Any) -> Any:

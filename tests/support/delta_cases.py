@@ -8,8 +8,8 @@ from checks import assert_close_to_ref, guarded_empty
 from torch import Tensor
 
 import moelora
+from moelora.operators.call import factor_list
 from moelora.reference.delta import moe_lora_align_lists_ref, num_experts_of
-from moelora.reference.routing import as_list
 
 DELTAS = {"w13": moelora.moe_lora_gate_up_delta, "w2": moelora.moe_lora_down_delta}
 # vLLM's operators know neither true ranks nor scalings.
@@ -28,7 +28,7 @@ def delta_kwargs(p: Problem, projection: str, **options) -> dict:
 
 
 def columns_of(p: Problem, projection: str) -> int:
-    return sum(b.size(2) for b in as_list(getattr(p, f"{projection}_lora_b")))
+    return sum(b.size(2) for b in factor_list(getattr(p, f"{projection}_lora_b")))
 
 
 class Lists:
@@ -37,8 +37,8 @@ class Lists:
     def __init__(self, p: Problem, projection: str, naive: bool, block_size: int = 16, **options):
         self.p, self.projection, self.naive, self.block_size = p, projection, naive, block_size
         self.slots = len(p.spec.ranks)
-        self.a = as_list(getattr(p, f"{projection}_lora_a"))
-        self.b = as_list(getattr(p, f"{projection}_lora_b"))
+        self.a = factor_list(getattr(p, f"{projection}_lora_a"))
+        self.b = factor_list(getattr(p, f"{projection}_lora_b"))
         self.x = p.hidden_states if projection == "w13" else p.rows
         # As wide as vLLM's: one entry more than slots, and -1 for what is not active.
         ids = list(range(self.slots)) + [-1, self.slots, self.slots + 9]

@@ -232,18 +232,6 @@ def _add(
         except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
             reason = str(refusal)
     say_once(f"{reason}; {OWN_KERNELS}")
-    _add_by_vllm(y, x, lora_a, lora_b, meta, scale, add_inputs)
-
-
-def _add_by_vllm(
-    y: Tensor,
-    x: Tensor,
-    lora_a: list[Tensor],
-    lora_b: list[Tensor],
-    meta: list[Tensor],
-    scale: float,
-    add_inputs: bool,
-) -> None:
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
 
