@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moelora.integrations.interface import Interface
+from moelora.integrations.interface import Interface as Interface
 from moelora.integrations.interface import problem as problem
 
 LAYER = "sglang.srt.lora.layers.FusedMoEWithLoRA"

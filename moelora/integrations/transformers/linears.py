@@ -166,11 +166,12 @@ def _unread(name: str, modules: dict[str, nn.Module]) -> str:
     """Why a delta to the layer's output may be ignored: its weight is read elsewhere."""
     parent, _, last = name.rpartition(".")
     around = modules.get(parent)
+    kind: Any = type(around)
     # Reading only its shape, dtype or device is harmless, and common.
     read = re.compile(rf"\bself\.{re.escape(last)}\.weight\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    if around is None or not read.search(_source(type(around))):
+    if around is None or not read.search(_source(kind)):
         return ""
-    return f"whose weight {type(around).__name__} reads without calling the layer"
+    return f"whose weight {kind.__name__} reads without calling the layer"
 
 
 @cache
