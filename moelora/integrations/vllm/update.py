@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -460,15 +461,8 @@ def _tensors_of(
 def _copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Copies, of factors in the dtype of slots: vLLM multiplies scalings into B in place, and
     trainers write their tensors."""
-    copies = {
-        key: torch.empty_like(
-            t,
-            dtype=dtype if ".lora_" in key else None,
-            memory_format=torch.contiguous_format,
-            requires_grad=False,
-        )
-        for key, t in tensors.items()
-    }
+    empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    copies = {k: empty(t, dtype=dtype if ".lora_" in k else None) for k, t in tensors.items()}
     torch._foreach_copy_([*copies.values()], [t.detach() for t in tensors.values()])
     return copies
 
