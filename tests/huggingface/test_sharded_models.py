@@ -104,26 +104,18 @@ def test_processes_train_as_one(tmp_path, processes, config, modes):
 
 @pytest.mark.parametrize(("dim", "halves"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_parts_of_a_factor_join(monkeypatch, dim, halves, size):
+def test_parts_of_a_factor_join(dim, halves, size):
     """The last processes have less of what cannot be split equally, or nothing."""
     whole = torch.randn(2, 5, 10, 5)
-    places = [parallel._Place(None, rank, size, dim, halves) for rank in range(size)]
-    parts, sent = [place.part(whole) for place in places], []
+    places = [parallel._Place(rank, size, dim, halves) for rank in range(size)]
+    parts = [place.part(whole) for place in places]
     blocks = [block.chunk(size, dim) for block in whole.chunk(halves, dim)]
     for rank, part in enumerate(parts):
         each = [block[rank] for block in blocks if rank < len(block)]
         assert torch.equal(part, torch.cat(each, dim)) if each else part.numel() == 0
-
-    def send(every, part, group):
-        sent.append(part)
-
-    def receive(every, part, group):
-        every.copy_(torch.cat(sent))
-
-    for gather in (send, receive):
-        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
-        joined = [p.joined(q, whole.size(dim)) for p, q in zip(places, parts, strict=True)]
-    assert all(torch.equal(tensor, whole) for tensor in joined)
+    rows = whole.size(dim)
+    every = torch.stack([place.sent(part, rows) for place, part in zip(places, parts, strict=True)])
+    assert all(torch.equal(place.joined(every, rows), whole) for place in places)
 
 
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])

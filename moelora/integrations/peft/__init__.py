@@ -51,7 +51,7 @@ from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
-from moelora.integrations.transformers.parallel import ranks_of, stop_travelling
+from moelora.integrations.transformers.parallel import ranks_of
 from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
 
@@ -148,7 +148,8 @@ def attach(
     serving = AttachedExperts(
         model, chains, pool, {n: p for n, p in parts.items() if p is not None}
     )
-    begin(model, base)
+    by_experts = [n for n, part in serving.parts.items() if part.shard.axis == "experts"]
+    begin(model, base, [wrapper for name in by_experts for wrapper in chains[name]])
     for name in names:
         sources.check(model, name)
         serving.checked[name] = sources.load_of(model, name)
@@ -166,9 +167,6 @@ def attach(
             experts = layers[name][0]
             lay_out(experts)
             if part.shard.axis == "experts":
-                from moelora.integrations.transformers.travelling import let_travel
-
-                let_travel(base, experts)
                 experts._moelora, experts._moelora_layer = serving.passing, name
     serving.take_layers()
     return pool
@@ -219,7 +217,6 @@ def _release(base: PreTrainedModel) -> None:
     for module in (*base.modules(), *wrappers):
         if module.__dict__.get("_moelora") is passing:
             del module._moelora
-            stop_travelling(module)
         if module.__dict__.get("_moelora") is not serving:
             continue
         del module._moelora

@@ -301,9 +301,6 @@ class AttachedExperts:
         part = self.parts.get(layer)
         if part is None or part.shard.axis != "experts":
             return experts(*args, adapters=adapters, **kwargs)
-        if not adapters:
-            none = torch.full(args[0].shape[:1], -1, dtype=torch.int32, device=args[0].device)
-            adapters = {"token_lora_mapping": none, **self.arguments[layer]}
         with self.passing.call(adapters):  # which transformers' exchange does not pass on
             return experts(*args, **kwargs)
 

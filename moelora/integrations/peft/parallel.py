@@ -4,7 +4,7 @@ PEFT's factors of experts are whole in every process. An operator gets the part 
 process's part of the experts; the backward of taking it joins the parts of the gradient, so that
 all processes have the gradient of all tokens of their group, bit for bit, and make the same step.
 With several batches at a time (`fsdp_size`, `dp_replicate_size`), gradients of all factors are
-averaged over them as they are accumulated.
+averaged over them as a backward ends.
 
     factor                          forward              backward
     split with the experts          this part            all-gather
@@ -14,8 +14,9 @@ averaged over them as they are accumulated.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import peft.tuners.lora.layer as peft_layer
@@ -68,31 +69,33 @@ class Part(NamedTuple):
         )
 
     def take(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapter factors of this process, from those of all experts; views where that is
-        possible."""
-        group, split = self.mesh.get_group(), _SPLIT[self.shard.axis]
-        taken = {}
-        for name, factor in factors.items():
-            dim = split.get(name)
-            halves = self.halves if name == "w13_lora_b" and dim == 2 else 1
-            place = _Place(group, self.shard.rank, self.shard.size, dim, halves)
-            taken[name] = _Taken.apply(factor, place, self.share)  # type: ignore[no-untyped-call]
-        return taken
+        """The adapter factors of this process, contiguous, from those of all experts."""
+        parts = _Taken.apply(self, tuple(factors), *factors.values())  # type: ignore[no-untyped-call]
+        return dict(zip(factors, parts, strict=True))
+
+    def places(self, names: Sequence[str]) -> list[_Place | None]:
+        """Where the process's parts of factors are; None: it takes all."""
+        axis, halved = self.shard.axis, ("intermediate", "w13_lora_b")  # its rows of gate and up
+        place = partial(_Place, self.shard.rank, self.shard.size)
+        split = _SPLIT[axis]
+        return [
+            place(split[name], self.halves if (axis, name) == halved else 1)
+            if name in split
+            else None
+            for name in names
+        ]
 
 
 class _Place(NamedTuple):
     """Which part of a factor a process takes: of each of `halves` in dimension `dim`, as torch's
-    chunk splits it; None: all of it."""
+    chunk splits it."""
 
-    group: Any
     rank: int
     size: int
-    dim: int | None
+    dim: int
     halves: int
 
     def part(self, whole: Tensor) -> Tensor:
-        if self.dim is None:
-            return whole.view_as(whole)
         blocks = whole.chunk(self.halves, self.dim)
         length = blocks[0].size(self.dim)
         most = -(-length // self.size)
@@ -100,55 +103,73 @@ class _Place(NamedTuple):
         parts = [block.narrow(self.dim, start, min(most, length - start)) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def joined(self, part: Tensor, rows: int) -> Tensor:
-        """The tensor of `rows` in `dim` from the parts of all processes; the sum if each has all
-        of it. May overwrite `part`."""
-        if self.dim is None:
-            torch.distributed.all_reduce(part, group=self.group)
-            return part
-        dim, length = self.dim, rows // self.halves
-        part = part.unflatten(dim, (self.halves, part.size(dim) // self.halves))
-        missing = -(-length // self.size) - part.size(dim + 1)
+    def sent(self, part: Tensor, rows: int) -> Tensor:
+        """A part of a tensor of `rows` in `dim`, in the shape that the parts of all processes
+        have."""
+        part = part.unflatten(self.dim, (self.halves, part.size(self.dim) // self.halves))
+        missing = -(-rows // self.halves // self.size) - part.size(self.dim + 1)
         if missing:  # the last processes may have less
-            part = nn.functional.pad(part, (0, 0) * (part.dim() - dim - 2) + (0, missing))
-        every = part.new_empty(self.size * part.size(0), *part.shape[1:])
-        torch.distributed.all_gather_into_tensor(every, part.contiguous(), group=self.group)
-        in_order = every.unflatten(0, (self.size, part.size(0))).movedim(0, dim + 1)
-        in_order = in_order.flatten(dim + 1, dim + 2)
-        return in_order.narrow(dim + 1, 0, length).flatten(dim, dim + 1)
+            part = nn.functional.pad(part, (0, 0) * (part.dim() - self.dim - 2) + (0, missing))
+        return part
+
+    def joined(self, every: Tensor, rows: int) -> Tensor:
+        """The whole tensor, from what all processes have sent."""
+        dim = self.dim
+        in_order = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)
+        return in_order.narrow(dim + 1, 0, rows // self.halves).flatten(dim, dim + 1)
 
 
 class _Taken(torch.autograd.Function):
-    """The part of a factor; its gradient is joined from those of all parts, scaled by `share`."""
+    """The parts of a layer's factors. Their gradients are joined from those of all parts, and those
+    of factors that all take are summed, scaled by `share`: by one collective each."""
 
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, place: _Place, share: float) -> Tensor:
-        ctx.place, ctx.share, ctx.rows = place, share, factor.size(place.dim or 0)
-        return place.part(factor)
+    def forward(
+        ctx: Any, part: Part, names: tuple[str, ...], *factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.part, ctx.places = part, part.places(names)
+        ctx.shapes = [factor.shape for factor in factors]
+        return tuple(
+            factor.view_as(factor) if place is None else place.part(factor).contiguous()
+            for factor, place in zip(factors, ctx.places, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        if ctx.share != 1 or ctx.place.dim is None:  # which overwrites what autograd may share
-            grad = grad * ctx.share
-        return ctx.place.joined(grad.contiguous(), ctx.rows), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        group, joined = ctx.part.mesh.get_group(), [None] * len(grads)
+        needed = [n for n in range(len(grads)) if ctx.needs_input_grad[2 + n]]
+        split = {n: ctx.places[n] for n in needed if ctx.places[n] is not None}
+        rows = {n: ctx.shapes[n][place.dim] for n, place in split.items()}
+        if split:
+            sent = {n: place.sent(grads[n], rows[n]) for n, place in split.items()}
+            flat = torch.cat([part.flatten() for part in sent.values()]).mul_(ctx.part.share)
+            every = flat.new_empty(ctx.part.shard.size * flat.numel())
+            torch.distributed.all_gather_into_tensor(every, flat, group=group)
+            every = every.view(-1, flat.numel())
+            parts = every.split([part.numel() for part in sent.values()], dim=1)
+            for (n, part), all_parts in zip(sent.items(), parts, strict=True):
+                joined[n] = split[n].joined(all_parts.unflatten(1, part.shape), rows[n])
+        if whole := [n for n in needed if n not in split]:
+            flat = torch.cat([grads[n].flatten() for n in whole]).mul_(ctx.part.share)
+            torch.distributed.all_reduce(flat, group=group)
+            for n, grad in zip(whole, flat.split([grads[n].numel() for n in whole]), strict=True):
+                joined[n] = grad.view(ctx.shapes[n])
+        return None, None, *joined
 
 
 class Passing(threading.local):
-    """Adapter arguments of one call, for experts that transformers' exchange of rows calls."""
+    """Adapter arguments of one call, for experts that transformers' exchange of rows calls.
+
+    All processes have the same adapter active, and so have all rows, of whichever process.
+    """
 
     arguments: Mapping[str, Any] = {}  # noqa: RUF012, only replaced
 
     def adapters(self, layer: str, hidden_states: Tensor) -> Mapping[str, Any]:
-        return self.arguments
-
-    def slots_of(self, layer: str, hidden_states: Tensor) -> Tensor:
-        slots: Tensor = self.arguments["token_lora_mapping"]
-        return slots
-
-    @contextmanager
-    def travelled(self, slots: Tensor) -> Iterator[None]:
-        with self.call({**self.arguments, "token_lora_mapping": slots}):
-            yield
+        if not self.arguments:
+            return {}
+        slots = self.arguments["token_lora_mapping"][:1].expand(hidden_states.size(0))
+        return {**self.arguments, "token_lora_mapping": slots.contiguous()}
 
     @contextmanager
     def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
@@ -160,9 +181,10 @@ class Passing(threading.local):
             self.arguments = outer
 
 
-def begin(model: nn.Module, base: PreTrainedModel) -> None:
+def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -> None:
     """Makes factors that all processes have whole equal, and keeps them so.
 
+    `split` are wrappers of experts of which a process has some.
     Raises RuntimeError on all ranks unless all have factors of the same names and shapes.
     """
     ranks = ranks_of(base, with_batches=True)
@@ -180,7 +202,10 @@ def begin(model: nn.Module, base: PreTrainedModel) -> None:
             module.out_features, module.in_features = weight.shape
     meshes: Any = base._mesh_manager
     dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
-    batches = meshes.get_mesh(("dp_replicate", "fsdp"))
+    batches = _Averaging(meshes.get_mesh(("dp_replicate", "fsdp")))
+    # Gradients of these are of the batches of all processes that the experts are split over.
+    rest = _Averaging(meshes.get_mesh(("dp_replicate", "efsdp")))
+    joined = {id(parameter) for wrapper in split for parameter in wrapper.parameters()}
     for parameter in factors.values():
         # Every placement of a factor is that of tensor parallelism: FSDP has come before it.
         split = any(one.is_shard() for one in getattr(parameter, "placements", ()))
@@ -188,8 +213,7 @@ def begin(model: nn.Module, base: PreTrainedModel) -> None:
             group = dense.get_group(dimension)
             first = torch.distributed.get_process_group_ranks(group)[0]
             torch.distributed.broadcast(_local(parameter.detach()), first, group=group)
-        if batches.size() > 1:
-            parameter.register_post_accumulate_grad_hook(_Averaged(batches))
+        (rest if id(parameter) in joined else batches).watch(parameter)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -198,22 +222,42 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-class _Averaged:
-    """Averages a gradient over the batches that processes have at a time, when it is complete.
+class _Averaging:
+    """Averages gradients over the batches that processes have at a time, as a backward ends.
 
-    What an earlier backward left in it is equal in all processes, and stays so.
+    What an earlier backward left in them is equal in all processes, and stays so.
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh
+        sizes = {mesh.get_group(n): mesh.size(n) for n in range(mesh.ndim)}
+        self.sizes = {group: size for group, size in sizes.items() if size > 1}
+        self.complete: list[Tensor] = []
+        self.backward = -1  # which one has completed these
 
-    def __call__(self, parameter: Tensor) -> None:
-        for dimension in range(self.mesh.ndim):
-            size = self.mesh.size(dimension)
-            if size > 1 and parameter.grad is not None:
-                grad, group = _local(parameter.grad), self.mesh.get_group(dimension)
-                torch.distributed.all_reduce(grad, group=group)
-                grad.div_(size)
+    def watch(self, parameter: Tensor) -> None:
+        if self.sizes:
+            parameter.register_post_accumulate_grad_hook(self._completed)
+
+    def _completed(self, parameter: Tensor) -> None:
+        current = torch._C._current_graph_task_id()
+        if current != self.backward:  # an earlier one that failed may have left some
+            self.backward, self.complete = current, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        self.complete.append(parameter)
+
+    def _average(self) -> None:
+        complete, self.complete, self.backward = self.complete, [], -1
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in complete:
+            if parameter.grad is not None:
+                grad = _local(parameter.grad)
+                by_dtype.setdefault(grad.dtype, []).append(grad)
+        for grads in by_dtype.values():
+            for group, size in self.sizes.items():
+                with torch.distributed._coalescing_manager(group):  # type: ignore[attr-defined]
+                    for grad in grads:
+                        torch.distributed.all_reduce(grad, group=group)
+                torch._foreach_div_(grads, size)
 
 
 def _of_tp(features_of: Callable[..., Any], module: nn.Module) -> Any:
