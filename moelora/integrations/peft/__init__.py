@@ -51,7 +51,7 @@ from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
-from moelora.integrations.transformers.parallel import ranks_of
+from moelora.integrations.transformers.parallel import ranks_of, stop_travelling
 from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
 
@@ -167,6 +167,9 @@ def attach(
             experts = layers[name][0]
             lay_out(experts)
             if part.shard.axis == "experts":
+                from moelora.integrations.transformers.travelling import let_travel
+
+                let_travel(base, experts)
                 experts._moelora, experts._moelora_layer = serving.passing, name
     serving.take_layers()
     return pool
@@ -217,6 +220,7 @@ def _release(base: PreTrainedModel) -> None:
     for module in (*base.modules(), *wrappers):
         if module.__dict__.get("_moelora") is passing:
             del module._moelora
+            stop_travelling(module)
         if module.__dict__.get("_moelora") is not serving:
             continue
         del module._moelora

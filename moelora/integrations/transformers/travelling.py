@@ -2,7 +2,8 @@
 
 `TravellingEP` is transformers' `AutoEP`, whose rows take their adapters along: the bits of a row's
 slot are more columns of its hidden state, which the experts' process takes off. Where the processes
-of a group have one batch and need no gradients, nothing travels.
+of a group have one batch nothing travels, in training neither: each computes its experts' rows, for
+the operator skips those of others, and outputs are summed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.distributed.expert_parallel import (
 )
 
 from moelora.integrations.transformers.calls import IMPLEMENTATION
+from moelora.integrations.transformers.serving import Serving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,17 +36,15 @@ class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers
         self.with_slots.experts_forward = self._arrived
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.all_reduce is not None:
+            return self.all_reduce(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         serving = self.experts.__dict__.get("_moelora")
-        recorded = torch.is_grad_enabled() and hidden_states.requires_grad
-        if serving is None or (self.all_reduce is not None and not recorded):
-            exchange: Any = super().__call__
-            result: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
-            return result
+        if not isinstance(serving, Serving):  # PEFT's: all rows have the active adapter
+            return self.all_to_all(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         slots = serving.slots_of(self.experts._moelora_layer, hidden_states)
         sent = slots.to(torch.int32)[:, None].view(hidden_states.dtype)
         rows = torch.cat([hidden_states, sent], dim=1)
-        result = self.with_slots(rows, top_k_index, top_k_weights)
-        return result
+        return self.with_slots(rows, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
     def _arrived(self, rows: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         columns = rows.size(1) - 4 // rows.element_size()  # slots have 4 bytes
