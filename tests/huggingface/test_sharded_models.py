@@ -1,5 +1,7 @@
 """Models that processes share, by tensors and by experts, compute what one process does."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import hf_models
@@ -161,7 +163,7 @@ def test_processes_serve_as_one(tmp_path, processes, config, cases):
     run(tmp_path, processes, config, cases)
 
 
-@pytest.mark.timeout(900)  # starts processes four times
+@pytest.mark.timeout(600)  # starts processes twice
 @pytest.mark.parametrize(
     ("mode", "environment", "most"),
     [
@@ -169,14 +171,23 @@ def test_processes_serve_as_one(tmp_path, processes, config, cases):
         *(pytest.param(m, {}, 1e-2, marks=ON_TWO_GPUS, id=m) for m in ("ep", "tp", "tp+ep")),
     ],
 )
-def test_two_train_one_resumes_two_serve(tmp_path, mode, environment, most):
+def test_two_train_one_resumes_two_serve(tmp_path, monkeypatch, capsys, mode, environment, most):
     """By the example, which prints digests of the factors and what a text loses with them."""
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    program, modules = str(ROOT / "examples/parallel.py"), MODULES.format("qwen3_moe")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for name in ("set_verbosity_error", "disable_progress_bar"):  # of this process, too
+        monkeypatch.setattr(transformers.utils.logging, name, lambda: None)
+    if environment is ON_CPUS:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def said(processes, *words):
-        modules = MODULES.format("qwen3_moe")
-        program = str(ROOT / "examples/parallel.py")
-        return run_ranks(program, *words, modules=modules, processes=processes, **environment)
+    def of_two(*words):
+        return run_ranks(program, *words, "--mode", mode, modules=modules, **environment)
+
+    def of_one(*words):
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        runpy.run_path(program, run_name="__main__")
+        return capsys.readouterr().out.splitlines()
 
     def digests(lines, verb):
         return [line.split()[-1] for line in lines if f" {verb} with " in line]
@@ -185,10 +196,10 @@ def test_two_train_one_resumes_two_serve(tmp_path, mode, environment, most):
         rows = (line.partition(": loss ") for line in lines if ": loss " in line)
         return {name: float(loss) for name, _, loss in rows}
 
-    first = said(2, "train", "--mode", mode, "--out", two)
-    again = said(1, "train", "--resume", two, "--out", one)
+    first = of_two("train", "--out", two)
+    again = of_one("train", "--resume", two, "--out", one)
     (begun,), (ended,) = digests(again, "begins"), digests(again, "ends")
     assert digests(first, "ends") == [begun, begun] and ended != begun
-    served = losses(said(2, "serve", one, "--mode", mode))
-    assert served == pytest.approx(losses(said(1, "serve", one)), rel=most)
+    served = losses(of_two("serve", one))
+    assert served == pytest.approx(losses(of_one("serve", one)), rel=most)
     assert served["trained"] < served["None"]

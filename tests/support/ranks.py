@@ -75,7 +75,7 @@ def run_ranks(program: str, *words: str, modules: str, processes: int = 2, **env
         text=True,
         timeout=285,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return done.stdout.splitlines()
 
 

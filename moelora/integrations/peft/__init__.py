@@ -51,7 +51,11 @@ from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
-from moelora.integrations.transformers.parallel import ranks_of, stop_travelling
+from moelora.integrations.transformers.parallel import (
+    multiply_locally,
+    ranks_of,
+    stop_travelling,
+)
 from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
 
@@ -214,6 +218,7 @@ def _release(base: PreTrainedModel) -> None:
         )
     if serving is None:
         return
+    multiply_locally(base, stop=True)
     passing: Any = serving.passing
     # PEFT's `unload` has taken the wrappers out of the model.
     wrappers = (wrapper for chain in serving.wrappers.values() for wrapper in chain)

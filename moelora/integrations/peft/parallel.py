@@ -14,9 +14,8 @@ averaged over them as a backward ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import peft.tuners.lora.layer as peft_layer
@@ -27,7 +26,12 @@ from torch import Tensor, nn
 
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.hooks import around
-from moelora.integrations.transformers.parallel import experts_shard, linear_shard, ranks_of
+from moelora.integrations.transformers.parallel import (
+    experts_shard,
+    linear_shard,
+    multiply_locally,
+    ranks_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,17 +77,11 @@ class Part(NamedTuple):
         parts = _Taken.apply(self, tuple(factors), *factors.values())  # type: ignore[no-untyped-call]
         return dict(zip(factors, parts, strict=True))
 
-    def places(self, names: Sequence[str]) -> list[_Place | None]:
-        """Where the process's parts of factors are; None: it takes all."""
-        axis, halved = self.shard.axis, ("intermediate", "w13_lora_b")  # its rows of gate and up
-        place = partial(_Place, self.shard.rank, self.shard.size)
-        split = _SPLIT[axis]
-        return [
-            place(split[name], self.halves if (axis, name) == halved else 1)
-            if name in split
-            else None
-            for name in names
-        ]
+    def place(self, name: str) -> _Place | None:
+        """Where the process's part of a factor is; None: it takes all."""
+        dim = _SPLIT[self.shard.axis].get(name)
+        halves = self.halves if (name, dim) == ("w13_lora_b", 2) else 1
+        return None if dim is None else _Place(self.shard.rank, self.shard.size, dim, halves)
 
 
 class _Place(NamedTuple):
@@ -104,8 +102,7 @@ class _Place(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def sent(self, part: Tensor, rows: int) -> Tensor:
-        """A part of a tensor of `rows` in `dim`, in the shape that the parts of all processes
-        have."""
+        """A part of `rows` in `dim`, in the shape that all processes send."""
         part = part.unflatten(self.dim, (self.halves, part.size(self.dim) // self.halves))
         missing = -(-rows // self.halves // self.size) - part.size(self.dim + 1)
         if missing:  # the last processes may have less
@@ -113,7 +110,6 @@ class _Place(NamedTuple):
         return part
 
     def joined(self, every: Tensor, rows: int) -> Tensor:
-        """The whole tensor, from what all processes have sent."""
         dim = self.dim
         in_order = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)
         return in_order.narrow(dim + 1, 0, rows // self.halves).flatten(dim, dim + 1)
@@ -127,7 +123,7 @@ class _Taken(torch.autograd.Function):
     def forward(
         ctx: Any, part: Part, names: tuple[str, ...], *factors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.part, ctx.places = part, part.places(names)
+        ctx.part, ctx.places = part, [part.place(name) for name in names]
         ctx.shapes = [factor.shape for factor in factors]
         return tuple(
             factor.view_as(factor) if place is None else place.part(factor).contiguous()
@@ -138,21 +134,21 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         group, joined = ctx.part.mesh.get_group(), [None] * len(grads)
         needed = [n for n in range(len(grads)) if ctx.needs_input_grad[2 + n]]
-        split = {n: ctx.places[n] for n in needed if ctx.places[n] is not None}
-        rows = {n: ctx.shapes[n][place.dim] for n, place in split.items()}
-        if split:
-            sent = {n: place.sent(grads[n], rows[n]) for n, place in split.items()}
+        places = {n: ctx.places[n] for n in needed if ctx.places[n] is not None}
+        whole = {n: grads[n] for n in needed if n not in places}
+        rows = {n: ctx.shapes[n][place.dim] for n, place in places.items()}
+        sent = {n: place.sent(grads[n], rows[n]) for n, place in places.items()}
+        if sent:
             flat = torch.cat([part.flatten() for part in sent.values()]).mul_(ctx.part.share)
             every = flat.new_empty(ctx.part.shard.size * flat.numel())
             torch.distributed.all_gather_into_tensor(every, flat, group=group)
-            every = every.view(-1, flat.numel())
-            parts = every.split([part.numel() for part in sent.values()], dim=1)
-            for (n, part), all_parts in zip(sent.items(), parts, strict=True):
-                joined[n] = split[n].joined(all_parts.unflatten(1, part.shape), rows[n])
-        if whole := [n for n in needed if n not in split]:
-            flat = torch.cat([grads[n].flatten() for n in whole]).mul_(ctx.part.share)
+            parts = every.view(-1, len(flat)).split([part.numel() for part in sent.values()], 1)
+            for n, part in zip(sent, parts, strict=True):
+                joined[n] = places[n].joined(part.unflatten(1, sent[n].shape), rows[n])
+        if whole:
+            flat = torch.cat([grad.flatten() for grad in whole.values()]).mul_(ctx.part.share)
             torch.distributed.all_reduce(flat, group=group)
-            for n, grad in zip(whole, flat.split([grads[n].numel() for n in whole]), strict=True):
+            for n, grad in zip(whole, flat.split([g.numel() for g in whole.values()]), strict=True):
                 joined[n] = grad.view(ctx.shapes[n])
         return None, None, *joined
 
@@ -173,9 +169,8 @@ class Passing(threading.local):
 
     @contextmanager
     def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        outer = self.arguments
+        outer, self.arguments = self.arguments, arguments
         try:
-            self.arguments = arguments
             yield
         finally:
             self.arguments = outer
@@ -200,6 +195,7 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
         if ".lora_" in name and hasattr(weight, "placements"):
             # PEFT gives those of this process's part, transformers' tensor parallelism reads whole.
             module.out_features, module.in_features = weight.shape
+    multiply_locally(model)
     meshes: Any = base._mesh_manager
     dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
     batches = _Averaging(meshes.get_mesh(("dp_replicate", "fsdp")))

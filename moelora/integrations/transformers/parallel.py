@@ -74,6 +74,18 @@ def linear_shard(weight: object) -> Shard | None:
     return shard_of(weight, ("out", "in"))
 
 
+def multiply_locally(model: nn.Module, *, stop: bool = False) -> None:
+    """Lets split linear layers multiply the parts that this process has, as transformers lets
+    quantized ones: for DTensors, the host takes longer than the GPU does for the product."""
+    flag, by_moelora = "_hf_quantized_needs_local_tp", "by moelora"
+    for module in model.modules():
+        if stop and module.__dict__.get(flag) == by_moelora:
+            del module.__dict__[flag]
+        split = isinstance(module, nn.Linear) and linear_shard(module._parameters.get("weight"))
+        if split and not stop:
+            module.__dict__.setdefault(flag, by_moelora)
+
+
 def ranks_of(model: nn.Module, *, with_batches: bool = False) -> Ranks | None:
     """The processes that share the weights of a model; None if this one has all.
 
