@@ -219,8 +219,8 @@ def step_on(model: Any, optimizer: Any, ids: torch.Tensor) -> dict[str, torch.Te
     return grads
 
 
-def counted(name: str) -> Any:
-    return mock.patch.object(dist, name, wraps=getattr(dist, name))
+def counted(name: str, owner: Any = dist) -> Any:
+    return mock.patch.object(owner, name, wraps=getattr(owner, name))
 
 
 def train(folder: Path, mode: str) -> None:
@@ -239,9 +239,15 @@ def train(folder: Path, mode: str) -> None:
     called = DistributedDataParallel(model) if mode == "ddp" else model
     optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, foreach=False)
     for step in range(2):
-        with counted("all_gather_into_tensor") as gathers, counted("_coalescing_manager") as sums:
+        with (
+            counted("all_gather_into_tensor") as gathers,
+            counted("_coalescing_manager") as sums,
+            counted("linear", torch.nn.functional) as products,
+        ):
             grads = step_on(called, optimizer, ids)
         if step == 0:
+            weights = [call.args[1] for call in products.call_args_list]
+            assert weights and not any(hasattr(weight, "placements") for weight in weights)
             if mode in ("tp", "tp and ep"):  # FSDP gathers by the same function
                 assert gathers.call_count == 2 * len(layers)  # of two backwards
             assert sums.call_count <= 4  # of factors that are split, and of others
