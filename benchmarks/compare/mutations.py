@@ -139,6 +139,8 @@ class Runner:
             more += [i for i in items if case["ending"] == ".c" and i.startswith(PROGRAMS)]
             chosen = list(dict.fromkeys(first + more))
             self.state.write_text('[0, ""]')
+            source = self.tree.once[case["ending"]][case["line"]][0]
+            text = source.read_text()
             if (child := os.fork()) == 0:
                 resource.setrlimit(resource.RLIMIT_CPU, (10 + 3 * self.limit,) * 2)
                 with open(os.devnull, "w") as null:
@@ -151,6 +153,7 @@ class Runner:
                         break
                 os._exit(0 if applied else 9)
             status = os.waitpid(child, 0)[1]
+            source.write_text(text)
             ran, failed = json.loads(self.state.read_text())
             caught = failed or (status and ran < len(first))  # or crashed, or took too long
             outcome = "caught" if caught else "survived"
@@ -279,16 +282,15 @@ def apply(tree, case):
 def replace_functions(tree, case):
     """Apply a fault to functions that exist already; False if it is in none of them."""
     source, *texts = apply(tree, case)
-    codes = [[compile(text, str(source), "exec")] for text in texts]
-    for found in codes:
-        for code in found:  # grows
-            found += (value for value in code.co_consts if isinstance(value, types.CodeType))
-    pairs = {
-        old: new for old, new in zip(*(found[1:] for found in codes), strict=True) if old != new
-    }
+    before, after = ([compile(text, str(source), "exec")] for text in texts)
+    for codes in (before, after):
+        for code in codes:  # which grow
+            codes += (value for value in code.co_consts if isinstance(value, types.CodeType))
+    pairs = zip(before[1:], after[1:], strict=True)
+    pairs = {old: new for old, new in pairs if old != new}
     gc.unfreeze()
     for value in gc.get_objects():
-        if isinstance(value, types.FunctionType) and value.__code__ in pairs:
+        if type(value) is types.FunctionType and value.__code__ in pairs:
             value.__code__ = pairs[value.__code__]
     return bool(pairs)
 

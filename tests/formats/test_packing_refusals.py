@@ -105,6 +105,7 @@ BAD = [
     ("from_gptq", {"g_idx": words(2, K + 1)}, "g_idx has shape"),
     ("from_awq", {"qweight": words(2, 60, 2)}, "qweight has 60 columns"),
     ("from_awq", {"qzeros": words(2, 2, 2)}, "qzeros has shape"),
+    ("from_awq", {"scales": torch.ones(2, 1, N + 1)}, "scales has shape"),
     ("from_awq", {"scales": torch.full((2, 1, N), INF)}, "scales has a scale"),
     ("from_compressed_tensors", {"weight_scale": torch.ones(2, N, 5)}, "weight_scale has 5 groups"),
     ("from_compressed_tensors", {"weight_scale": torch.ones(2, N - 1, 1)}, "weight_scale has sh"),
