@@ -27,7 +27,7 @@ from moelora.adapters.layers import Adapter, AdapterInfo, LinearLayer, MoELayer
 from moelora.adapters.linear_pairs import LinearPairs
 from moelora.adapters.places import PRUNED, ExpertPlace, LinearPlace, Modules, Place
 from moelora.adapters.weights import State, Weights, open_weights
-from moelora.operators.checks import about
+from moelora.operators.checks import errors_about
 from moelora.operators.storage import check_held
 
 # Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
@@ -181,7 +181,7 @@ class _Reader:
             self._shapes[text] = weights[text].shape
             parameter = place.parameter if isinstance(place, ExpertPlace) else None
             if parameter is not None and parameter not in self._layouts:
-                with about(text, ValueError):
+                with errors_about(text, ValueError):
                     self._layouts[parameter] = lora.columns.of(parameter, layout)
         for layer, (expert, text) in last.items():
             if expert >= layer.num_experts:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from moelora.adapters.columns import DETAIL, MARK, Columns
 from moelora.adapters.files import file_in, read_json
 from moelora.adapters.patterns import Patterns
-from moelora.operators.checks import about
+from moelora.operators.checks import errors_about
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -115,7 +115,7 @@ class LoraConfig:
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no {CONFIG_FILE}")
         raw = read_json(path)
-        with about(path, ValueError):
+        with errors_about(path, ValueError):
             return cls.parse(raw)
 
     @classmethod
@@ -205,7 +205,7 @@ def _patterns(raw: Mapping[str, Any], name: str, checked: Callable[[str, Any], V
     for key in value:
         if not isinstance(key, str):
             raise ValueError(f"{name} key {_short(key)} is a {type(key).__name__}, wanted a string")
-    with about(name, ValueError):
+    with errors_about(name, ValueError):
         return Patterns({k: checked(k, v) for k, v in value.items()}, name)
 
 

@@ -13,8 +13,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 @contextmanager
-def about(what: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds say what they are about."""
+def errors_about(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Prefix the message of errors of these kinds with `what`, which they are about."""
     try:
         yield
     except kinds as error:

@@ -11,7 +11,7 @@ from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_loaded_fp8, no_experts, up_name
-from moelora.operators.checks import about
+from moelora.operators.checks import errors_about
 from moelora.weights.fp8 import Activations
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def enable(
         raise NotImplementedError(no_experts(model))
     for name, (module, _) in layers.items():
         if not is_loaded_fp8(module):  # pack_loaded checks those
-            with about(name, NotImplementedError):
+            with errors_about(name, NotImplementedError):
                 activation_of(module)
     pack_loaded(model, layers, activations)
     model.set_experts_implementation(IMPLEMENTATION)

@@ -26,7 +26,7 @@ from moelora.integrations.transformers.schemes import (
     scheme_of,
     split,
 )
-from moelora.operators.checks import about, dtype_name
+from moelora.operators.checks import dtype_name, errors_about
 from moelora.weights.fp8 import Activations
 from moelora.weights.rounding import ROUNDINGS
 
@@ -190,7 +190,7 @@ class Folder:
         """Scheme of a linear layer; errors name the folder."""
         if linear in self.plain_experts:
             return Scheme("not quantized", ("weight",), (), dense.plain, {})
-        with about(self.path, ValueError, NotImplementedError):
+        with errors_about(self.path, ValueError, NotImplementedError):
             return scheme_of(self.quantization, linear, self.linears[linear])
 
     def check(
@@ -212,7 +212,7 @@ class Folder:
         ValueError
             Settings are damaged, or `activations` is given without FP8 experts.
         """
-        with about(self.path, NotImplementedError):
+        with errors_about(self.path, NotImplementedError):
             method = self.quantization.get("quant_method")
             is_plain = rounding is not None and not self.quantization
             if not is_plain and (not isinstance(method, str) or method not in METHODS):

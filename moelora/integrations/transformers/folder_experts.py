@@ -20,7 +20,7 @@ from moelora.integrations.transformers.projection import (
     up_name,
 )
 from moelora.integrations.transformers.scheme import Scheme
-from moelora.operators.checks import about, dtype_name
+from moelora.operators.checks import dtype_name, errors_about
 from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations
 from moelora.weights.readers import GateUp
@@ -137,7 +137,7 @@ class LayerOfFolder:
             )
         parts = (key for key in self.folder if key.startswith(f"{name}."))
         state = {key.removeprefix(f"{name}."): self.folder[key] for key in parts}
-        with about(name, ValueError):
+        with errors_about(name, ValueError):
             weights = QuantizedWeights.from_bnb(
                 self.folder[name], state, gate_up=self.gate_up(own), dtype=dtype
             )
@@ -223,7 +223,7 @@ class LayerOfFolder:
         wanted = (*shape[:2], shape[2] // 32, 16)
         if tuple(blocks.shape) != wanted:
             raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
-        with about(name, ValueError):
+        with errors_about(name, ValueError):
             return QuantizedWeights.from_mxfp4(
                 blocks, scales, gate_up=self.gate_up(own), dtype=dtype
             )

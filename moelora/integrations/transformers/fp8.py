@@ -26,7 +26,7 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.transformers.scheme import Scheme
-from moelora.operators.checks import about
+from moelora.operators.checks import errors_about
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, largest_scale, read_block, read_tensor
@@ -118,9 +118,9 @@ def _check(name: str, experts: Experts) -> None:
         if weight.dtype != torch.float8_e4m3fn or weight.is_meta:
             got = "is on the meta device" if weight.is_meta else f"is {weight.dtype}"
             raise NotImplementedError(f"{name}.{own} {got}, wanted torch.float8_e4m3fn in memory")
-        with about(f"{name}.{own}", ValueError):
+        with errors_about(f"{name}.{own}", ValueError):
             _check_numbers(experts, own)
-    with about(name, NotImplementedError):
+    with errors_about(name, NotImplementedError):
         activation_of(experts)
 
 

@@ -6,7 +6,7 @@ import copy
 import reprlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -26,9 +26,6 @@ from moelora.integrations.transformers.quantizer import Config, refuse_saving
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights.fp8 import Activations
 from moelora.weights.rounding import Rounding
-
-if TYPE_CHECKING:
-    pass
 
 GENERATION = "generation_config.json"
 # Options with which from_pretrained would load files other than those of the folder.

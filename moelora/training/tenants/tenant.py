@@ -17,7 +17,7 @@ from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
-from moelora.operators.checks import about, check_count, check_number
+from moelora.operators.checks import check_count, check_number, errors_about
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants import files
@@ -394,7 +394,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         )
     if missing := ENTRIES - found.keys():
         raise ValueError(f"{path} is damaged: it has no {sorted(missing)}")
-    with about(f"{path} is damaged", ValueError):
+    with errors_about(f"{path} is damaged", ValueError):
         _check_content(found)
     return found
 
