@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy on the CPU, which shares memory with no other tensor."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 

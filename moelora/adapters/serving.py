@@ -150,7 +150,7 @@ class ServingPool:
         axis, with the shapes of A and B for one adapter."""
         held: dict[str, str] = {}
         for name in (*self.layers, *self.linears):
-            is_linear = name in self.linears  # of one expert
+            is_linear = name in self.linears  # its stacks have one expert, which is left out
             factors: dict[str, Any] = {**(self.linear(name) if is_linear else self.layer(name))}
             shapes = {
                 side: tuple(

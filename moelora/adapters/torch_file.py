@@ -183,7 +183,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> _T
 
 _GLOBALS = {
     **_STORAGES,
-    "collections.OrderedDict": lambda: _Items(),  # without items
+    "collections.OrderedDict": lambda: _Items(),  # which takes no arguments here
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,

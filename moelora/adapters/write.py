@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from moelora import _C
 from moelora.adapters.config import CONFIG_FILE
 from moelora.adapters.engine_names import NAMES, OF_TRANSFORMERS, EngineNames
-from moelora.adapters.files import on_host, write_tensors
+from moelora.adapters.files import host_copy, write_tensors
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Pair, Projection
 from moelora.adapters.weights import STEM
 
@@ -93,7 +93,7 @@ def peft_tensors(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors that `write` saves; parameters and errors are its. Without
     `copy`, tensors stay on their device and may be views."""
-    plain = on_host if copy else Tensor.detach
+    plain = host_copy if copy else Tensor.detach
     modules: list[str] = []
     parameters: list[str] = []
     sizes: dict[str, tuple[int, float]] = {}
@@ -168,7 +168,7 @@ def per_expert_tensors(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors that `write_per_expert` saves; `copy` as of
     `peft_tensors`."""
-    plain = on_host if copy else Tensor.detach
+    plain = host_copy if copy else Tensor.detach
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
     _check_padding(pairs, rank)

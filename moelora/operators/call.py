@@ -192,6 +192,7 @@ def _check_integers(name: str, tensor: Tensor, wanted: str) -> None:
 
 
 def factor_list(factors: Factors | None) -> list[Tensor]:
+    """A stack for each slice; none if there are no factors."""
     if factors is None:
         return []
     return [factors] if isinstance(factors, Tensor) else list(factors)

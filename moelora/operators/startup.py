@@ -27,7 +27,7 @@ def explain(error: ImportError, folder: Path = Path(__file__).parents[2]) -> Imp
                 f"for another platform than {platform.system()} {platform.machine()}"
             )
         build = "run pip install --no-build-isolation -e . there, or make build"
-        # Whether one with its extension is hidden by a source tree on the path.
+        # A source tree on the path may hide an installed moelora that has its extension.
         found = importlib.metadata.distributions(name="moelora")
         if any(Path(str(d.locate_file("moelora/_C.abi3.so"))).is_file() for d in found):
             build = (

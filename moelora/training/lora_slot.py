@@ -21,7 +21,7 @@ from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
 from moelora.training.tenants.new import new_adapter
-from moelora.training.tenants.trained import Trained, like, to_host, whole_on
+from moelora.training.tenants.trained import Trained, host_copies, like, padded_like
 
 Source: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
@@ -30,8 +30,8 @@ Source: TypeAlias = "str | Path | Mapping[str, Tensor]"
 class Held:
     """An adapter in host memory: `LoraSlot.take` returns it, `LoraSlot.put` takes it, repeatedly.
 
-    Of a slot on a GPU its tensors are in pinned memory, which is not swapped out; torch keeps it
-    for later ones.
+    If the slot is on a GPU, its tensors are in pinned memory, which is not swapped out, and which
+    torch keeps for later copies.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class LoraSlot(Trained):
 
     @property
     def is_open(self) -> bool:
-        return any(rank > 0 for rank, _ in self._numbers())
+        return any(rank > 0 for rank, _ in self._ranks_and_scalings())
 
     def open(
         self,
@@ -157,7 +157,7 @@ class LoraSlot(Trained):
         for key, factor in self._keyed().items():
             grad = held.state["factors"][key]["gradient"]
             if grad is not None:
-                factor.parameter.grad = whole_on(factor.parameter, grad)
+                factor.parameter.grad = padded_like(factor.parameter, grad)
 
     def take(self, optimizer: Optimizer | None = None) -> Held:
         """`read`, and free the slot: its parameters become 0, the state of `optimizer` goes."""
@@ -170,7 +170,7 @@ class LoraSlot(Trained):
 
     def read(self, optimizer: Optimizer | None = None) -> Held:
         """The adapter in host memory, with the state of an optimizer of its parameters and its
-        accumulated gradients. Waits until the host has all of it. ValueError if the slot is not
+        accumulated gradients. Returns when the host has all of it. ValueError if the slot is not
         open."""
         if optimizer is None:
             return Held(self._now(), None)
@@ -183,7 +183,7 @@ class LoraSlot(Trained):
         state = self._state_of(grads, _whole, **counts, accumulation=1, max_norm=None)
         leaves, spec = tree_flatten((values, state))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for n, copy in zip(places, to_host([leaves[n] for n in places]), strict=True):
+        for n, copy in zip(places, host_copies([leaves[n] for n in places]), strict=True):
             leaves[n] = copy
         values, state = tree_unflatten(leaves, spec)
         return Held(self._adapter_of(values, host=False), state)
@@ -228,7 +228,7 @@ class LoraSlot(Trained):
 
     # -- inside --
 
-    def _numbers(self) -> list[tuple[float, float]]:
+    def _ranks_and_scalings(self) -> list[tuple[float, float]]:
         """Rank and scaling of each layer, by one transfer."""
         modules = list(self._modules.values())
         device = modules[0].lora_ranks.device
@@ -241,10 +241,11 @@ class LoraSlot(Trained):
         return list(zip(found[::2], found[1::2], strict=True))
 
     def _refresh(self) -> None:
-        numbers = self._numbers()
+        """Set the factors by the ranks and scalings in the layers; ValueError if it is not open."""
+        numbers = self._ranks_and_scalings()
         if not any(rank > 0 for rank, _ in numbers):
             raise ValueError(f"slot {self.slot} has no adapter: open it, or put one")
-        self._note(numbers)
+        self._set_pairs(numbers)
 
     def _now(self, host: bool = True) -> Adapter:
         self._refresh()
@@ -272,8 +273,8 @@ class LoraSlot(Trained):
         if self.is_open:
             raise ValueError(f"slot {self.slot} has an adapter: take it or close the slot before")
 
-    def _note(self, numbers: list[tuple[float, float]]) -> None:
-        """Take rank and scaling of each layer into its factors, as `Trained` has them."""
+    def _set_pairs(self, numbers: list[tuple[float, float]]) -> None:
+        """Set the factors and scalings that `Trained` reads, from each layer's rank and scaling."""
         self._pairs, self._scalings = {}, {}
         for (name, module), (rank, scaling) in zip(self._modules.items(), numbers, strict=True):
             for projection, a, b in self._factors_of(module):
@@ -314,7 +315,7 @@ class LoraSlot(Trained):
             numbers.append((max(ranks, default=rank), scalings.get(name, 1.0)))
             module.lora_ranks[self.slot].fill_(numbers[-1][0])  # type: ignore[index] # buffers
             module.lora_scalings[self.slot].fill_(numbers[-1][1])  # type: ignore[index]
-        self._note(numbers)
+        self._set_pairs(numbers)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class FromFP4(Packable):
         return cls._pack(found, gate_up, dtype)
 
 
-# ---- checkpoints -> values (N, K / 2), scales by rows ----
+# ---- scales of whole tensors ----
 
 
 def _tensor_scales(scales: Stack, values: Stack, halves: int) -> Tensor:

@@ -252,7 +252,7 @@ class FromINT4(Packable):
         return cls._pack(found, gate_up, dtype)
 
 
-# ---- checkpoints -> values (N, K / 2), scales and zeros by rows ----
+# ---- groups and zero points of a checkpoint ----
 
 
 def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moelora.adapters.files import on_host
+from moelora.adapters.files import host_copy
 from moelora.integrations import shown
 from moelora.integrations.vllm import update
 
@@ -52,7 +52,7 @@ def pack_adapters(adapters: update.Adapters) -> bytes:
     for name, given in adapters.items():
         config, found = update.checked(name, given, handles=False)
         configs[name] = json.dumps(config)
-        tensors |= {f"{name}/{key}": on_host(tensor) for key, tensor in found.items()}
+        tensors |= {f"{name}/{key}": host_copy(tensor) for key, tensor in found.items()}
     return save(tensors, metadata=configs)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.factors import first_not_finite
-from moelora.adapters.files import on_host
+from moelora.adapters.files import host_copy
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
 from moelora.integrations.vllm import wrap
@@ -122,7 +122,7 @@ async def _call(engine: Any, method: str, *args: Any) -> Sequence[Any]:
 
 
 def _why_unknown(error: Exception) -> str:
-    """Why the plugin is off in this environment; what the engine says if it is on here."""
+    """Why the plugin is off in this process; if it is on, what the engine said."""
     from moelora.integrations.vllm import interface, report
 
     why = report.REPORT.off() or interface.problem(interface.UPDATES)
@@ -224,7 +224,7 @@ def shares_memory(engine: Any) -> bool:
 def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
     from safetensors.torch import save
 
-    return save({key: on_host(tensor) for key, tensor in tensors.items()})
+    return save({key: host_copy(tensor) for key, tensor in tensors.items()})
 
 
 def has_left(request: Any) -> bool:
@@ -459,8 +459,8 @@ def _tensors_of(
 
 
 def _copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copies, of factors in the dtype of slots: vLLM multiplies scalings into B in place, and
-    trainers write their tensors."""
+    """Copies of all, the factors in the dtype of slots: vLLM multiplies scalings into B in place,
+    and trainers write their tensors."""
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
     copies = {k: empty(t, dtype=dtype if ".lora_" in k else None) for k, t in tensors.items()}
     torch._foreach_copy_([*copies.values()], [t.detach() for t in tensors.values()])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.adapters.files import file_in, on_host, read_json, write_tensors
+from moelora.adapters.files import file_in, host_copy, read_json, write_tensors
 from moelora.adapters.folders import replacing
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.write import FILES, write
@@ -101,7 +101,7 @@ def encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             return {"$sparse": {**held, "shape": list(value.shape)}}
         if value.layout == torch.strided:
             name = str(len(tensors))
-            tensors[name] = on_host(value)  # safetensors refuses tensors that share memory
+            tensors[name] = host_copy(value)  # safetensors refuses tensors that share memory
             return {"$tensor": name}
     if isinstance(value, _PLAIN):
         return value

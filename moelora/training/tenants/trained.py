@@ -54,7 +54,9 @@ class Trained:
         views."""
         factors = self.factors()
         values = [factor.own(value) for factor, value in zip(factors, values, strict=True)]
-        by_factor = dict(zip(map(id, factors), to_host(values) if host else values, strict=True))
+        by_factor = dict(
+            zip(map(id, factors), host_copies(values) if host else values, strict=True)
+        )
         experts: dict[str, dict[Projection, Pair]] = {}
         linears = {}
         for (layer, projection), pair in self._pairs.items():
@@ -105,11 +107,11 @@ class Trained:
         numbers = {key: n for n, key in enumerate(chain.from_iterable(groups))}
         states = {}
         for group, keys in zip(self.optimizer.param_groups, groups, strict=True):
-            steps = bool(group.get("fused") or group.get("capturable"))  # are on the device
+            steps_on_device = bool(group.get("fused") or group.get("capturable"))
             for key in keys:
                 parameter, of = factors[key].parameter, saved["factors"][key]
                 states[numbers[key]] = {
-                    name: _loaded(parameter, value, of["shape"], steps or name != "step")
+                    name: _loaded(parameter, value, of["shape"], steps_on_device or name != "step")
                     if isinstance(value, Tensor)
                     else value
                     for name, value in of["state"].items()
@@ -135,16 +137,16 @@ def like(parameter: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole.to(parameter.device), mesh, parameter.placements)
 
 
-def whole_on(parameter: Tensor, value: Tensor) -> Tensor:
-    """A new tensor with the value and zeros as padding, where and as the parameter is. A copy of
-    pinned memory is launched on the current stream, without a wait."""
+def padded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """The value in a new tensor of the parameter's shape, device and placements, padded by zeros. A
+    copy of pinned memory is launched on the current stream, without a wait."""
     value = value.to(parameter.device, non_blocking=True)
     return like(parameter, padded(value, parameter.shape))
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies in host memory, which is pinned for those of a GPU: all are launched, then
-    this waits once for each GPU."""
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies in host memory, which is pinned for tensors of a GPU. All copies are
+    launched before this waits, once for each GPU."""
     copies = [
         torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda).copy_(
             t, non_blocking=True
@@ -162,8 +164,9 @@ def _own(value: Tensor, factor: Factor) -> Tensor:
 
 
 def _loaded(parameter: Tensor, value: Tensor, shape: tuple[int, ...], on_device: bool) -> Tensor:
-    """A new tensor for an optimizer's state, where `load_state_dict` would put it."""
+    """A tensor of an optimizer's state in a new one, on the device where `load_state_dict` would
+    put it."""
     if tuple(value.shape) == shape:
-        return whole_on(parameter, value)
+        return padded_like(parameter, value)
     device = parameter.device if on_device else value.device
     return value.to(device, non_blocking=True, copy=True)
