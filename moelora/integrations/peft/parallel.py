@@ -73,12 +73,12 @@ class Part(NamedTuple):
         )
 
     def take(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapter factors of this process, contiguous, from those of all experts."""
+        """The parts of a layer's factors that this process computes with, by their names."""
         parts = _Taken.apply(self, tuple(factors), *factors.values())  # type: ignore[no-untyped-call]
         return dict(zip(factors, parts, strict=True))
 
     def place(self, name: str) -> _Place | None:
-        """Where the process's part of a factor is; None: it takes all."""
+        """Which part of a factor this process takes; None: all of it."""
         dim = _SPLIT[self.shard.axis].get(name)
         halves = self.halves if (name, dim) == ("w13_lora_b", 2) else 1
         return None if dim is None else _Place(self.shard.rank, self.shard.size, dim, halves)
@@ -102,7 +102,7 @@ class _Place(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def sent(self, part: Tensor, rows: int) -> Tensor:
-        """A part of `rows` in `dim`, in the shape that all processes send."""
+        """A part of a factor of `rows` in `dim`, padded to the shape that all processes send."""
         part = part.unflatten(self.dim, (self.halves, part.size(self.dim) // self.halves))
         missing = -(-rows // self.halves // self.size) - part.size(self.dim + 1)
         if missing:  # the last processes may have less
@@ -110,14 +110,15 @@ class _Place(NamedTuple):
         return part
 
     def joined(self, every: Tensor, rows: int) -> Tensor:
+        """The factor of `rows` in `dim`, from what all processes sent: (size, ...)."""
         dim = self.dim
         in_order = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)
         return in_order.narrow(dim + 1, 0, rows // self.halves).flatten(dim, dim + 1)
 
 
 class _Taken(torch.autograd.Function):
-    """The parts of a layer's factors. Their gradients are joined from those of all parts, and those
-    of factors that all take are summed, scaled by `share`: by one collective each."""
+    """The parts of a layer's factors. The backward joins gradients of parts by one collective and
+    sums those of factors that all processes take by another, both scaled by `share`."""
 
     @staticmethod
     def forward(
@@ -156,7 +157,7 @@ class _Taken(torch.autograd.Function):
 class Passing(threading.local):
     """Adapter arguments of one call, for experts that transformers' exchange of rows calls.
 
-    All processes have the same adapter active, and so have all rows, of whichever process.
+    The same adapter is active in all processes, so rows of all processes have its slot.
     """
 
     arguments: Mapping[str, Any] = {}  # noqa: RUF012, only replaced
@@ -179,7 +180,7 @@ class Passing(threading.local):
 def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -> None:
     """Makes factors that all processes have whole equal, and keeps them so.
 
-    `split` are wrappers of experts of which a process has some.
+    `split` are wrappers of experts that are spread over processes.
     Raises RuntimeError on all ranks unless all have factors of the same names and shapes.
     """
     ranks = ranks_of(base, with_batches=True)
@@ -199,13 +200,13 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
     meshes: Any = base._mesh_manager
     dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
     batches = _Averaging(meshes.get_mesh(("dp_replicate", "fsdp")))
-    # Gradients of these are of the batches of all processes that the experts are split over.
+    # A backward of `split` joins the batches of the processes that its experts are spread over.
     rest = _Averaging(meshes.get_mesh(("dp_replicate", "efsdp")))
     joined = {id(parameter) for wrapper in split for parameter in wrapper.parameters()}
     for parameter in factors.values():
         # Every placement of a factor is that of tensor parallelism: FSDP has come before it.
-        split = any(one.is_shard() for one in getattr(parameter, "placements", ()))
-        for dimension in range(2 if split else 3):
+        is_split = any(one.is_shard() for one in getattr(parameter, "placements", ()))
+        for dimension in range(2 if is_split else 3):
             group = dense.get_group(dimension)
             first = torch.distributed.get_process_group_ranks(group)[0]
             torch.distributed.broadcast(_local(parameter.detach()), first, group=group)
@@ -228,7 +229,7 @@ class _Averaging:
         sizes = {mesh.get_group(n): mesh.size(n) for n in range(mesh.ndim)}
         self.sizes = {group: size for group, size in sizes.items() if size > 1}
         self.complete: list[Tensor] = []
-        self.backward = -1  # which one has completed these
+        self.backward = -1  # id of the one that completed them
 
     def watch(self, parameter: Tensor) -> None:
         if self.sizes:

@@ -13,7 +13,7 @@ from moelora.integrations.sglang.quantized import kind_of
 
 
 def _factors(info: Any) -> dict[str, Tensor]:
-    """Those of SGLang's `LoRAInfo`, by the names that `experts_with_lora` reads."""
+    """The factors of SGLang's `LoRAInfo`, by the names that `experts_with_lora` reads."""
     return {name: getattr(info, f"{name}_weights") for name in FACTORS}
 
 

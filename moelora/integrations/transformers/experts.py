@@ -227,7 +227,8 @@ def lay_out(experts: Experts) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # of torch
 def _lay_out(experts: Experts) -> bool:
-    """While a compiler traces, before it continues: the graph depends on the strides."""
+    """Rearranges the weights. A compiler calls it while it traces, since graphs depend on strides;
+    it wants a constant result."""
     for name in (up_name(experts), "down_proj"):
         with _laying:
             weight: Any = experts._parameters.get(name)
@@ -235,7 +236,7 @@ def _lay_out(experts: Experts) -> bool:
                 if weight.device_mesh.ndim == 1:  # others are FSDP's, which keeps its own
                     experts._parameters[name] = _laid_out_part(weight)
             elif weight is not None and not weight.transpose(1, 2).is_contiguous():
-                is_inference = weight.is_inference()  # the data become like the parameter
+                is_inference = weight.is_inference()  # as the data must be, too
                 with torch.inference_mode(is_inference), torch.no_grad():
                     weight.data = weight.transpose(1, 2).contiguous().transpose(1, 2)
     return True

@@ -31,7 +31,7 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_blocks(sides: Any, scales: str, dequantize: Callable[..., Tensor] = dense.fp8) -> Scheme:
-    """FP8 of blocks of these sizes, whose tensor of scales is called `scales`."""
+    """The scheme of FP8 blocks of these sizes; `scales` is the name of their tensor of scales."""
     block = {"block": block_size(sides)}
     make = QuantizedWeights.from_fp8_block
     scheme = Scheme("FP8 of blocks", ("weight", scales), (), dequantize, block, make, block)

@@ -75,8 +75,9 @@ def linear_shard(weight: object) -> Shard | None:
 
 
 def multiply_locally(model: nn.Module, *, stop: bool = False) -> None:
-    """Lets split linear layers multiply the parts that this process has, as transformers lets
-    quantized ones: for DTensors, the host takes longer than the GPU does for the product."""
+    """Lets split linear layers multiply the part that this process has, as transformers does for
+    quantized ones, or stops that: of DTensors, the host takes longer to launch a product than the
+    GPU to compute it."""
     flag, by_moelora = "_hf_quantized_needs_local_tp", "by moelora"
     for module in model.modules():
         if stop and module.__dict__.get(flag) == by_moelora:

@@ -160,8 +160,8 @@ def remove_weights(experts: Experts, dtype: torch.dtype) -> None:
 
 
 def set_weights(experts: Experts, weights: Any, shared: bool = False) -> None:
-    """Sets both projections' weights: quantized ones, or tensors (E, N, K) as parameters in place
-    of what the module has; `shared`: of their storages, whatever the strides."""
+    """Sets the weights of both projections: quantized ones, or tensors (E, N, K), which become
+    parameters. With `shared`, these keep the storages and strides of the tensors."""
     of_tensors = isinstance(weights[1], Tensor)
     if not of_tensors and not is_quantized(experts):
         remove_weights(experts, weights[1].dtype)

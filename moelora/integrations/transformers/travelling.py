@@ -2,8 +2,8 @@
 
 `TravellingEP` is transformers' `AutoEP`, whose rows take their adapters along: the bits of a row's
 slot are more columns of its hidden state, which the experts' process takes off. Where the processes
-of a group have one batch nothing travels, in training neither: each computes its experts' rows, for
-the operator skips those of others, and outputs are summed.
+of a group share a batch, nothing travels: the operator of each process skips the rows of experts
+that it does not have, and outputs are summed, in training too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers
         if self.all_reduce is not None:
             return self.all_reduce(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         serving = self.experts.__dict__.get("_moelora")
-        if not isinstance(serving, Serving):  # PEFT's: all rows have the active adapter
+        if not isinstance(serving, Serving):  # none or PEFT's one active adapter
             return self.all_to_all(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         slots = serving.slots_of(self.experts._moelora_layer, hidden_states)
         sent = slots.to(torch.int32)[:, None].view(hidden_states.dtype)

@@ -123,7 +123,7 @@ def _install() -> None:
 
     adapters.install()
     experts.install()
-    needed = {  # by module, with what its absence means
+    needed = {  # {module: (what it needs of vLLM, what happens without)}
         "deltas": (interface.DELTAS, "vLLM's own kernels add the adapters of its layers"),
         "linear": (interface.LINEAR, linear.OWN_KERNELS),
         "configs": (

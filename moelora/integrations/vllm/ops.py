@@ -234,8 +234,10 @@ def fused_moe_lora(
         )
     _check_size("max_lora_rank", max_lora_rank, "lora_a_stacked[0]", a[0], 2)
     blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, shrink_block_size_m
-    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
-    rows = _lists((*a, *b), topk_weights, top_k_num, blocks, *who)
+    adapters = lora_ids, num_active_loras, adapter_enabled
+    rows = _lists(
+        (*a, *b), topk_weights, top_k_num, blocks, token_lora_mapping, adapters, num_experts
+    )
     finish = (mul_routed_weight, add_inputs, offset)
     x = qcurr_hidden_states
     if not fully_sharded:
@@ -317,8 +319,8 @@ def fused_moe_lora_shrink(
     _check_size("K", K, "qcurr_hidden_states", qcurr_hidden_states, 1)
     _check_equal("num_tokens", num_tokens, "M * top_k", topk_weights.numel())
     blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, block_size_m
-    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
-    rows = _lists(a, topk_weights, top_k_num, blocks, *who)
+    adapters = lora_ids, num_active_loras, adapter_enabled
+    rows = _lists(a, topk_weights, top_k_num, blocks, token_lora_mapping, adapters, num_experts)
     op = operators.fused_moe_lora_shrink.default
     run(op, a_intermediate_cache1, qcurr_hidden_states, a, *rows)
 
@@ -395,8 +397,8 @@ def fused_moe_lora_expand(
         _check_size("max_lora_rank", max_lora_rank, "lora_b_stacked[0]", b[0], 3)
         _check_size("w1_output_dim_size", w1_output_dim_size, "lora_b_stacked[0]", b[0], 2)
     blocks = sorted_token_ids, expert_ids, num_tokens_post_padded, block_size_m
-    who = token_lora_mapping, (lora_ids, num_active_loras, adapter_enabled), num_experts
-    rows = _lists(b, topk_weights, top_k_num, blocks, *who)
+    adapters = lora_ids, num_active_loras, adapter_enabled
+    rows = _lists(b, topk_weights, top_k_num, blocks, token_lora_mapping, adapters, num_experts)
     finish = (mul_routed_weight, add_inputs, offset)
     op = operators.fused_moe_lora_expand.default
     run(op, output, a_intermediate_cache1, b, *rows, *finish)
