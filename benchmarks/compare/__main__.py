@@ -6,7 +6,7 @@
     python -m benchmarks.compare mutations before=../before after=. --faults 50 --out faults.json
     python -m benchmarks.compare power --models qwen3 --tokens 4096
 
-`--help` behind any of them. Two result files: `moelora bench compare before.json after.json`.
+`--help` after any of them. Two result files: `moelora bench compare before.json after.json`.
 """
 
 import importlib

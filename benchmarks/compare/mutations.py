@@ -173,16 +173,7 @@ class Tree:
         self.words, self.recorded = shlex.split(args.tests), self.work / f"{self.name}.json"
         if not self.recorded.exists():
             trace = f"{self.work}/trace.so"
-            command = [
-                os.environ.get("CC", "cc"),
-                "-O2",
-                "-shared",
-                "-fPIC",
-                "-xc",
-                "-o",
-                trace,
-                "-",
-            ]
+            command = [os.environ.get("CC", "cc"), *"-O2 -shared -fPIC -xc - -o".split(), trace]
             subprocess.run(command, input=TRACE.encode(), check=True)
             self.build("-g -fsanitize-coverage=trace-pc")
             self.pytest(self.words, lambda: Recorder(self, trace))
@@ -221,11 +212,8 @@ class Tree:
         """Tests that run a line, or up to two lines above it, all functions in turn."""
         source, number = self.once[case["ending"]][case["line"]]
         keys = (f"{source.relative_to(self.root)}:{number - up}" for up in range(3))
-        ids, names, turns = (
-            next(filter(None, map(self.tests.get, keys)), []),
-            list(self.seconds),
-            [],
-        )
+        ids = next(filter(None, map(self.tests.get, keys)), [])
+        names, turns = list(self.seconds), []
         functions = collections.Counter()
         for test in sorted((names[i] for i in ids), key=self.seconds.get):
             functions[test.partition("[")[0]] += 1
@@ -239,11 +227,12 @@ class Tree:
         sources = {self.once[case["ending"]][case["line"]][0] for case in left}
         sources = {source: source.read_text() for source in sources}
         words, kept = self.words, shutil.copy2(self.module, self.work / MODULE)
+        console = os.fdopen(os.dup(1), "w")  # processes of tests write to a log instead
 
         def write(case, **result):
             case[self.name] = result
             save(out, cases)
-            print(self.name, result["outcome"], case["fault"], flush=True)
+            print(self.name, result["outcome"], case["fault"], file=console, flush=True)
 
         try:
             if left and left[0]["ending"] == ".c":
@@ -258,6 +247,17 @@ class Tree:
             for source, text in sources.items():
                 source.write_text(text)
             os.replace(shutil.copy2(kept, f"{self.module}.new"), self.module)
+
+
+def checkout(text):
+    """NAME=DIR, refused unless the folder has a module."""
+    name, _, path = text.partition("=")
+    if not name or not path or not (pathlib.Path(path) / "moelora" / MODULE).is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=DIR of a checkout with a moelora/{MODULE}: build it there with "
+            "MOELORA_CUDA=0 python setup.py build_ext --inplace"
+        )
+    return text
 
 
 def load(out):
@@ -319,7 +319,7 @@ def draw(trees, ending, seed):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="benchmarks.compare mutations", description=__doc__)
-    parser.add_argument("checkouts", nargs="+", metavar="NAME=DIR")
+    parser.add_argument("checkouts", nargs="+", type=checkout, metavar="NAME=DIR")
     parser.add_argument("--faults", type=int, default=50, help="in each of both languages")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=int, default=20)
@@ -335,9 +335,8 @@ def main(argv=None):
         for tree in trees:
             tree.outcomes(args.out, batch, args.seconds)
     for tree in trees:
-        print(
-            tree.name, *collections.Counter(c[tree.name]["outcome"] for c in load(args.out)).items()
-        )
+        counts = collections.Counter(case[tree.name]["outcome"] for case in load(args.out))
+        print(tree.name, *(f"{outcome}: {count}" for outcome, count in counts.items()))
 
 
 if __name__ == "__main__":

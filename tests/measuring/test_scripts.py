@@ -213,13 +213,22 @@ def test_faults_are_caught_where_a_test_can_fail(tmp_path, monkeypatch):
     out = tmp_path / "faults.json"
     words = ["--faults", "1", "--seed", "0", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.compare", "mutations", *checkouts, *words]
-    subprocess.run(command, check=True, cwd=tables.files.ROOT)
+    said = subprocess.run(command, check=True, cwd=tables.files.ROOT, stdout=subprocess.PIPE)
+    assert b"after survived return x - x;" in said.stdout
     python, c = results.read(out)[1]
     assert [python[name]["outcome"] for name in ("before", "after")] == ["caught", "caught"]
     assert [c[name]["outcome"] for name in ("before", "after")] == ["caught", "survived"]
     assert c["fault"] == "return x - x;" and "test_twice" in c["before"]["failed"]
     for name in ("before", "after"):
         assert (tmp_path / name / "csrc/core/a.c").read_text() == CHECKOUT["csrc/core/a.c"]
+
+
+@pytest.mark.parametrize("text", ["before=nowhere", "before=tests", "moelora"])
+def test_checkouts_that_are_not_built_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module("benchmarks.compare.mutations").main([text])
+    said = capsys.readouterr().err
+    assert f"'{text}' is not NAME=DIR of a checkout with a moelora/_C.abi3.so: build it" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
