@@ -239,7 +239,7 @@ class Prover:
         return {n: run(self.pool.problem, everyone) for n, run in self.pool.operators.items()}
 
     def count(self, want: dict[str, Tensor], compositions: int) -> dict[str, Count]:
-        """Of so many compositions, the first of which is one token alone."""
+        """Compare rows of so many compositions; the first is one token alone."""
         counts = {name: Count() for name in want}
         for number in range(compositions):
             if time.monotonic() > self.until:

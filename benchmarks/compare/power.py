@@ -116,7 +116,7 @@ def rested_and_working(replay, seconds, sampler):
 
 
 def with_zeros(replay, operands, seconds, sampler):
-    """ "zeros_..." of `rested_and_working`, with operands that are zeroed for it."""
+    """{"zeros_rested_us", ...}: what `rested_and_working` returns while operands are zeros."""
     kept = [x.clone() for x in operands]
     for x in operands:
         x.zero_()
@@ -145,8 +145,8 @@ def measure(args, sampler):
 
 
 def measure_products(args, sampler):
-    """A row for each product of a case and project, as it is measured: of each number the median
-    of all turns, and every limit that one of them had."""
+    """A row for each product of a case and each project, as it is measured. Numbers are medians of
+    all turns; limits are those of any turn."""
     peer, timer = products.DeepGemm(), GraphTimer()
     for name in args.models:
         key, model = shapes.find(name)

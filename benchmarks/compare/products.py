@@ -32,8 +32,9 @@ class DeepGemm:
         self.library = deep_gemm
 
     def product(self, x, weights, ids):
-        """(call, place, bytes) of x [M or M * top_k, K] and (e4m3 [E, N, K], scales): the result
-        [rows, N] of `call` has routed row i of ids [M, top_k] at place[i]; bytes are its x."""
+        """(call, place, a) for x [M or M * top_k, K] and weights (e4m3 [E, N, K], scales). The
+        result [rows, N] of `call` has routed row i of ids [M, top_k] at place[i]; `a` are the bytes
+        of its rows of x."""
         values, scales = weights
         flat = ids.flatten().long()
         order = flat.argsort(stable=True)
@@ -63,8 +64,9 @@ class DeepGemm:
 
 
 def pairs(layer, batch, generator, peer):
-    """{product: ({project: call}, operands to zero, error, operations)} of an FP8 layer: its
-    products without an activation; as "layer" moelora's whole layer and the peer's two products."""
+    """{product: ({project: call}, operands to zero, error, operations)} of an FP8 layer. "w13" and
+    "w2" are products without activation; "layer" is moelora's whole layer beside the peer's two
+    products."""
     model, routing = layer.model, (batch.topk_weights, batch.topk_ids)
     h = normal((batch.topk_ids.numel(), model.intermediate), 1.0, generator, batch.x.dtype)
     made, pack = {}, FORMATS[FORMAT].pack
