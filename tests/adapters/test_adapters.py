@@ -225,7 +225,7 @@ def test_dtype_of_the_pool(dtype):
 
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 B = f"{EXPERTS}.lora_B.weight"
-WRONG = [  # tensors of a checkpoint by name, some of them a function of B; None: not there
+WRONG = [  # tensors of a checkpoint by name, or functions of B; None removes one
     (
         {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(4, K)},
         r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is not a LoRA factor of an expert",

@@ -16,20 +16,20 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 pytest_plugins = ["vllm_fixtures"]
 
 ROWS = 11  # of each block, more than any expert gets
-# Of `fused_experts_lora`, and not of single rows.
+# Arguments that only `fused_experts_lora` takes.
 ROUTED = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids", "token_lora_mapping")
 ROUTED += ("expert_map", "apply_router_weight_on_input")
 OF_EXPERTS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b", "w13_bias", "w2_bias")
 
 
 def options(p):
-    """Those of the layer that both operators take."""
+    """Arguments that both operators take."""
     return {name: value for name, value in p.kwargs().items() if name not in ROUTED}
 
 
 def dispatch(p, first=0, experts=None):
     """(hidden states, numbers of tokens, adapters, [(token, choice, expert, row)]) of a rank's
-    experts, as loops over rows. What no token fills is NaN, and adapter 0."""
+    experts. Rows that no token fills are NaN and have adapter 0."""
     experts = experts or p.spec.experts
     x = p.hidden_states.new_full((experts, ROWS, p.hidden_states.size(1)), float("nan"))
     counts = torch.zeros(experts, dtype=torch.int32)
@@ -49,7 +49,7 @@ def dispatch(p, first=0, experts=None):
 
 
 def local_options(p, here):
-    """`options` of the experts of a rank, as views."""
+    """`options` with the part of a rank's experts, as views."""
 
     def local(name, value):
         if isinstance(value, list):
@@ -73,7 +73,7 @@ def local_options(p, here):
     ids=str,
 )
 def test_a_row_is_what_its_choice_contributes(device_and_dtype, spec, ranks):
-    """And the weighted sums of all ranks' rows are the layer's result."""
+    """The weighted sums of all ranks' rows are then the layer's result."""
     device, dtype = device_and_dtype
     p = replace(spec, dtype=dtype).build().to(device)
     experts, total = spec.experts // ranks, torch.zeros(p.hidden_states.shape, device=device)

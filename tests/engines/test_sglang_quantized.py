@@ -1,7 +1,7 @@
-"""Quantized layers of SGLang: FP8 of blocks, and four bits in the order of Marlin's kernels, into
-tiles without loss, or left as they are.
+"""SGLang's quantized layers become tiles without loss, or stay as they are: FP8 of blocks, and four
+bits in the order of Marlin's kernels.
 
-Marlin's order is after `get_weight_perm`, `marlin_weights` and `marlin_permute_scales` of vLLM's
+That order follows `get_weight_perm`, `marlin_weights` and `marlin_permute_scales` of vLLM's
 quantization/utils/marlin_utils*.py, and `nvfp4_marlin_process_*` of marlin_utils_fp4.py.
 """
 
@@ -97,7 +97,7 @@ class Made:
             name: quantize(getattr(p, name), FORMATS[form], spec.seed) for name in ("w13", "w2")
         }
         self.layer = layer = make_base_layer(p)
-        self.behind = -p.w2.size(2) % pad
+        self.padding = -p.w2.size(2) % pad
         layer.params_dtype, layer.quant_method = spec.dtype, SimpleNamespace()
         layer.hidden_size, layer.intermediate_size_per_partition = p.w2.shape[1:]
         hold = self.hold_int4 if form.startswith("int4") else getattr(self, f"hold_{form}")
@@ -128,7 +128,7 @@ class Made:
         numbers.of_tensor = numbers.of_tensor.to(BF16).float()  # as SGLang has it
 
         def padded(tensor, packing):
-            sides = (0, 0, 0, self.behind) if name == "w13" else (0, self.behind // packing)
+            sides = (0, 0, 0, self.padding) if name == "w13" else (0, self.padding // packing)
             return pad(tensor, sides)
 
         scales = padded(numbers.scales.view(torch.uint8), 16).view(torch.float8_e4m3fn)
@@ -162,7 +162,7 @@ NO_GATE = {"activation": "relu2", "slices": 1, "inter": 96}
     ],
 )
 def test_a_layer_is_what_the_operator_gives(sglang, form, options, padded):
-    """With adapters and without, from tiles, beside which nothing of the loader's is kept."""
+    """With adapters and without. No tensor of the loader stays beside the tiles."""
     made = Made(form, replace(SPEC, **options), padded)
     if padded > 1:
         assert made.layer.w2_weight.size(1) * 16 == padded

@@ -99,7 +99,7 @@ def half_an_interface(vllm):
 
 
 def failing(vllm):
-    """After the hooks of the first parts, which are taken back."""
+    """It fails after hooks of the first parts, which are then undone."""
     place = load("moelora.integrations.vllm.experts")
     vllm.monkeypatch.setattr(place, "install", lambda: 1 / 0)
 

@@ -48,7 +48,7 @@ def local(p, rank):
 
 
 class Rank:
-    """Its tokens are a half of the problem's."""
+    """A rank that has half of the problem's tokens."""
 
     def __init__(self, vllm, travel, p, rank):
         self.p, self.layer, order = p, Layer(vllm, local(p, rank)), ORDERS[rank]
@@ -72,13 +72,13 @@ class Rank:
 
 @pytest.mark.parametrize("vllm", ["0.33.0"], indirect=True)
 def test_two_ranks_whose_slots_are_filled_in_another_order(served, travel, monkeypatch):
-    """By ids tokens keep their adapters; vLLM's own exchange of slots gives them other ones."""
+    """Tokens that send ids keep their adapters; vLLM, which sends slots, gives them other ones."""
     p = Spec(tokens=12, experts=8, mix="many", ranks=(8, 16, 4)).build()
     wanted = fused_experts_lora(**p.kwargs())
     ranks = [Rank(served, travel, p, rank) for rank in range(2)]
     ours = type(ranks[0].exchange).prepare
     for prepare, off_by in ((ours, (0, 1e-5)), (ours.__wrapped__, (0.01, 9))):
-        sent = []  # by rank; all gather what each has sent before
+        sent = []  # by rank; each gathers what all have sent before
         for rank in ranks:
             sent.append([])
             keep = lambda mine, of=sent[-1]: of.append(mine.clone()) or torch.cat([mine, mine])  # noqa: E731

@@ -394,7 +394,7 @@ def test_workers_without_the_plugin_are_named(llm, monkeypatch, why):
 
 
 def test_an_update_costs_no_more_for_more_experts(llm, monkeypatch):
-    """Of an adapter of stacks: no names of experts are looked up, and factors are checked once."""
+    """If it has stacks, no names of experts are looked up, and factors are checked once."""
     looked_up, checks = [], []
     get, check = LoRAModelManager._get_lora_layer_weights, update.first_not_finite
     monkeypatch.setattr(

@@ -181,8 +181,8 @@ class Problem:
 
 
 def among(p: Problem, experts: int, used: list[int], slots: int, used_slots: list[int]) -> Problem:
-    """The problem in stacks of so many experts and adapters, `used` of which are its own. What else
-    is there is NaN on a GPU; on a CPU it is not written, and takes no memory."""
+    """The problem with its experts and adapters at places `used` and `used_slots` of larger stacks.
+    Other places are NaN on a GPU; on a CPU they are not written, and take no memory."""
 
     def stack(t, *places):
         if not isinstance(t, Tensor):

@@ -411,7 +411,7 @@ def change_tensors(folder: Path, change: Callable[[dict], dict | None], to: Path
 
 
 def put(name: str, value):
-    """Another tensor of this name: a number, a tensor, or what becomes of the old one."""
+    """Replace a tensor by a number, a tensor, or what a function makes of the old one."""
     return lambda t: t | {name: value(t[name]) if callable(value) else torch.as_tensor(value)}
 
 

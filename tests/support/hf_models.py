@@ -104,7 +104,7 @@ ADAPTERS = {
 
 
 def save_adapters(model, folder, adapters=ADAPTERS, **common):
-    """Folders by name, of options by name."""
+    """Save an adapter with each of these options; returns {name: folder}."""
     return {
         name: save_adapter(model, folder / name, seed, **common | options)
         for seed, (name, options) in enumerate(adapters.items())

@@ -20,8 +20,8 @@ _real: dict = {}  # vLLM's own modules, once imported
 
 
 def pytest_generate_tests(metafunc):
-    """Releases of vLLM: not an installed one, which has other classes, where an engine stands in
-    for it."""
+    """Run a test with releases of vLLM, and with the installed one unless its module uses the
+    stand-in of an engine, whose classes differ."""
     marks = metafunc.definition.iter_markers("parametrize")
     if "vllm" in metafunc.fixturenames and "vllm" not in [mark.args[0] for mark in marks]:
         installed = pytest.param("installed", marks=needs_vllm)

@@ -179,8 +179,8 @@ def test_its_tensors_are_the_same_adapter(host):
     ],
 )
 def test_a_swap_to_the_host_changes_no_bit(device, make):
-    """Of the one that goes and comes back to another slot, nor of the one that stays, nor of what
-    is held, which may be put again."""
+    """Neither the adapter that comes back to another slot, nor the one that stays, nor what is
+    held, which may be put again, changes."""
     stays, goes = [], []
     for swaps in (False, True):
         module = experts("16 bits", device)
