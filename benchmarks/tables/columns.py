@@ -47,7 +47,7 @@ RL_GAP = "sampler: format, trainer's experts: pair, mean: mean, largest: max"
 RL_PHASES = """sampler: format, answers: rows, sample (ms): sample_ms, backward (ms): backward_ms,
     optimizer (ms): optimizer_ms, update (ms): update_ms"""
 RL_UPDATES = """sampler: format, while: what, MiB: mib, an update (ms): ms, shortest: low,
-    longest: high, tokens/s × none: share"""
+    longest: high, tokens/s over those without: share"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
 WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
