@@ -80,9 +80,6 @@ inline float __int_as_float(int32_t v) {
 inline uint32_t __float_as_uint(float v) {
   return same_bits<uint32_t>(v);
 }
-inline int32_t __float_as_int(float v) {
-  return same_bits<int32_t>(v);
-}
 inline int __popc(uint32_t v) {
   return __builtin_popcount(v);
 }
@@ -112,9 +109,6 @@ inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
 inline float __expf(float v) {
   return expf(v);
 }
-inline float __fdividef(float a, float b) {
-  return a / b;
-}
 template <class T> T __ldcg(const T *p) {
   return *p;
 }
@@ -123,7 +117,6 @@ template <class T> T __ldcs(const T *p) {
 }
 
 inline void __threadfence_block() {}
-inline void __threadfence() {}
 inline uint32_t __cvta_generic_to_shared(const void *p) {
   const ptrdiff_t offset = (const char *)p - emulation::window();
   if (offset < 0 || offset >= (ptrdiff_t)emulation::kWindow)
