@@ -104,7 +104,7 @@ static inline moelora_lora random_lora(sizes s, moelora_dtype dtype, int32_t sli
   return lora;
 }
 
-/* Outputs of an alignment of `rows` rows, whose other arguments are there. */
+/* Allocates the outputs of an alignment of `rows` rows; its other arguments are set. */
 static inline void new_alignment(moelora_align_args *a, int64_t rows) {
   const int64_t blocks =
       moelora_align_max_blocks(a->mode, rows, a->num_experts, a->max_loras, a->block_size);

@@ -1,5 +1,5 @@
-/* Products with quantized weights of every format, by every kernel variant that this machine runs:
- * bit by bit those with the unpacked weights, which are held against plain loops. */
+/* Products with quantized weights of every format, by every kernel variant that this machine runs,
+ * have the bits of those with the unpacked weights, which are compared with plain loops. */
 #include "cases.h"
 
 enum { NUM_FORMATS = MOELORA_FP8_ROWS };

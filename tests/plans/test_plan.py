@@ -256,7 +256,7 @@ def test_shrinks_of_a_portable_gpu_are_portable():
             assert all(name.endswith("_sm80") for name in words[3:])
 
 
-# One expert that all tokens choose: few long segments, which CTAs share.
+# All tokens choose one expert: there are few long segments, which CTAs share.
 DENSE = {"experts": 1, "top_k": 1, "hidden": 4096, "inter": 2048}
 DELTAS = [
     (1, 16, {}, "route - windows_48x16x4_sm80 thin_64x16_sm80 1"),

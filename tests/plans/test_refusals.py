@@ -8,7 +8,7 @@ from c_programs import ROOT
 
 CUDA = ROOT / "csrc/cuda"
 SOURCES = [p for p in sorted(CUDA.rglob("*")) if p.suffix in (".cu", ".cuh", ".h", ".inc")]
-# What CUDA itself says.
+# How many errors of CUDA itself each file reports.
 DEVICE_ERRORS = {"backend.cu": 1, "gemm/sm90/tensor_map.cu": 2}
 
 

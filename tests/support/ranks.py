@@ -38,7 +38,7 @@ sys.exit(any([os.wait()[1] for _ in ranks]))
 
 
 def work(run: Callable[[str], None], cases: list[str]) -> None:
-    """What a program of `run_cases` does in each of its processes."""
+    """Run the cases in a process that `run_cases` started."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     for case in cases:
@@ -55,7 +55,7 @@ def same_on_all(tensor: torch.Tensor) -> bool:
 
 
 def fails_on_last(error: type[Exception], match: str):
-    """The last process raises it, and others say which one has."""
+    """Expect this error on the last process, and on others one that names that process."""
     last = distributed.get_world_size() - 1
     if distributed.get_rank() == last:
         return pytest.raises(error, match=match)

@@ -59,7 +59,7 @@ def installed(monkeypatch, **versions: str) -> None:
 
 
 def entry_point(group: str, name: str = "moelora") -> importlib.metadata.EntryPoint:
-    """As pyproject.toml declares it."""
+    """The entry point that pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return importlib.metadata.EntryPoint(name, project["entry-points"][group][name], group)
 

@@ -44,7 +44,7 @@ class _Method:
     process_weights_after_loading = takes("self layer")
 
     def chosen(self, **options):
-        """(backend, class of experts), by the first function of the method's module."""
+        """(backend, class of experts) that the first function of `backends` selects."""
         return getattr(sys.modules[self.place], next(iter(self.backends)))(**options)
 
     def create_weights(self, layer, num_experts, hidden_size, inter, params_dtype, **attributes):
