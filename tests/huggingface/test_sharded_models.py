@@ -2,7 +2,9 @@
 
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import hf_models
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import whole_models
 from hf_models import tokens, transformers
 from ranks import ON_CPUS, run_cases, run_ranks
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 peft = pytest.importorskip("peft")
@@ -120,6 +123,20 @@ def test_parts_of_a_factor_join(dim, halves, size):
     assert all(torch.equal(place.joined(every, rows), whole) for place in places)
 
 
+def test_gradients_are_averaged_where_backwards_nest(monkeypatch):
+    """A reentrant checkpoint runs a backward of its own, in which other gradients complete."""
+    mesh = SimpleNamespace(ndim=1, get_group=lambda n: "group", size=lambda n: 2)
+    monkeypatch.setattr(torch.distributed, "_coalescing_manager", lambda group: nullcontext())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda grad, group: grad.mul_(3))
+    factors, averaging = torch.ones(2, 4).unbind(), parallel._Averaging(mesh)
+    first, last = (torch.nn.Parameter(factor) for factor in factors)
+    averaging.watch(first)
+    averaging.watch(last)
+    x = torch.ones(4, requires_grad=True)
+    (checkpoint(lambda x: x * first, x, use_reentrant=True) * last).sum().backward()
+    assert first.grad.tolist() == last.grad.tolist() == [1.5] * 4
+
+
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])
 def test_zero_3_is_refused(call):
     """Before anything changes; DeepSpeed marks the weights that it splits by `ds_id`."""
@@ -151,7 +168,10 @@ def run(folder, processes, config, cases):
     ("processes", "config", "cases"),
     [
         pytest.param(
-            2, whole_models.qwen3, [*parallel_cases.MODES, "disagree", "refused"], id="qwen3"
+            2,
+            whole_models.qwen3,
+            [*parallel_cases.MODES, "disagree", "refused", "average"],
+            id="qwen3",
         ),
         pytest.param(2, whole_models.deepseek_v3, ["tp"], id="deepseek_v3"),
         pytest.param(2, whole_models.gpt_oss, ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),

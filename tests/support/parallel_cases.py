@@ -2,8 +2,8 @@
 
     parallel_cases.py FOLDER CASE ...
 
-A case is "disagree" or "refused"; or a mode, of two processes or of four, in which adapters are
-served; or "train " and a mode.
+A case is "disagree", "refused" or "average"; or a mode, of two processes or of four, in which
+adapters are served; or "train " and a mode.
 FOLDER has a model, adapters, and what one process computes.
 """
 
@@ -29,11 +29,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers.distributed import DistributedConfig
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
+from moelora.integrations.peft.parallel import _Averaging
 from moelora.training import Tenants
 
 MODES = {
@@ -184,6 +187,36 @@ def refused(folder: Path) -> None:
         assert not hasattr(model, "_moelora") or "Tenants" in words
 
 
+def average(folder: Path) -> None:
+    """Gradients are means over the batches, in whichever backward they are complete."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first, inner, last = factors = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    averaging = _Averaging(init_device_mesh("cpu", (size,)))
+    for factor in factors:
+        averaging.watch(factor)
+
+    def loss(scale: float, reentrant: bool | None, wrong: bool = False) -> torch.Tensor:
+        x = first * scale
+        x = checkpoint(inner.mul, x, use_reentrant=reentrant) if reentrant is not None else inner * x
+        if wrong:
+            x.register_hook(lambda grad: grad[:1])
+        return (x * last).sum()
+
+    for reentrant in (None, False, True):
+        with pytest.raises(RuntimeError, match="hook"):
+            loss(1.0, reentrant, wrong=True).backward()
+        assert not averaging.complete
+        for factor in factors:
+            factor.grad = None
+        for backwards in (1, 2):
+            for _ in range(backwards):  # accumulates
+                loss(rank + 1.0, reentrant).backward()
+            mean = backwards * (size + 1) / 2
+            for factor in factors:
+                assert torch.equal(factor.grad, torch.full((3,), mean)), (reentrant, factor.grad)
+                factor.grad = None
+
+
 def gathered(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -282,8 +315,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
 
     def run(case: str) -> None:
-        if case in ("disagree", "refused"):
-            (disagree if case == "disagree" else refused)(folder)
+        if case in ("disagree", "refused", "average"):
+            {"disagree": disagree, "refused": refused, "average": average}[case](folder)
         elif case.startswith("train "):
             train(folder, case.removeprefix("train "))
         else:

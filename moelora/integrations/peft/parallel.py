@@ -16,7 +16,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import peft.tuners.lora.layer as peft_layer
 import peft.tuners.lora.model as peft_lora
@@ -219,17 +221,22 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
+class _Complete(list[Tensor]):
+    """Parameters whose gradients one backward has completed."""
+
+
 class _Averaging:
     """Averages gradients over the batches that processes have at a time, as a backward ends.
 
-    What an earlier backward left in them is equal in all processes, and stays so.
+    What an earlier backward left in them is equal in all processes, and stays so. A backward within
+    another one, of reentrant activation checkpointing, averages what it has completed itself.
     """
 
     def __init__(self, mesh: Any) -> None:
         sizes = {mesh.get_group(n): mesh.size(n) for n in range(mesh.ndim)}
         self.sizes = {group: size for group, size in sizes.items() if size > 1}
-        self.complete: list[Tensor] = []
-        self.backward = -1  # id of the one that completed them
+        # By number of the backward, whose callback keeps them: one that fails leaves none.
+        self.complete: WeakValueDictionary[int, _Complete] = WeakValueDictionary()
 
     def watch(self, parameter: Tensor) -> None:
         if self.sizes:
@@ -237,13 +244,14 @@ class _Averaging:
 
     def _completed(self, parameter: Tensor) -> None:
         current = torch._C._current_graph_task_id()
-        if current != self.backward:  # an earlier one that failed may have left some
-            self.backward, self.complete = current, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
-        self.complete.append(parameter)
+        complete = self.complete.get(current)
+        if complete is None:
+            complete = self.complete[current] = _Complete()
+            average = partial(self._average, complete)
+            torch.autograd.Variable._execution_engine.queue_callback(average)
+        complete.append(parameter)
 
-    def _average(self) -> None:
-        complete, self.complete, self.backward = self.complete, [], -1
+    def _average(self, complete: _Complete) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in complete:
             if parameter.grad is not None:
