@@ -155,9 +155,9 @@ class LoraSlot(Trained):
             self.close()
             raise
         for key, factor in self._keyed().items():
-            grad = held.state["factors"][key]["gradient"]
-            if grad is not None:
-                factor.parameter.grad = padded_like(factor.parameter, grad)
+            of = held.state["factors"].get(key)  # None: of a layer that the adapter lacks
+            if of is not None and of["gradient"] is not None:
+                factor.parameter.grad = padded_like(factor.parameter, of["gradient"])
 
     def take(self, optimizer: Optimizer | None = None) -> Held:
         """`read`, and free the slot: its parameters become 0, the state of `optimizer` goes."""
@@ -299,6 +299,8 @@ class LoraSlot(Trained):
             scalings[name], *others = {pair.scalings[0] for pair in pairs.values()}
             if others:
                 raise ValueError(f"{name} has several scalings, wanted one for both projections")
+        for parameter in self.parameters():
+            parameter.grad = None  # zeros, of backwards of other slots
         numbers: list[tuple[float, float]] = []
         for name, module in self._modules.items():
             for projection, *own in self._factors_of(module):

@@ -218,6 +218,25 @@ def test_a_swap_to_the_host_changes_no_bit(device, make):
     assert same(*([t for t in each if isinstance(t, torch.Tensor)] for each in both))
 
 
+@pytest.mark.parametrize("more", [[], ["other"]])
+def test_a_slot_has_the_gradients_of_what_is_put_into_it(more):
+    """Neither zeros of a backward of other slots, nor any in layers that the adapter lacks."""
+    module = experts("16 bits", "cpu")
+    slot = opened(module, 0, 0)
+    train(module, [0], [0])
+    slot.parameters()[1].grad = None
+    before = gradients(slot)
+    held = slot.take(torch.optim.AdamW(slot.parameters()))
+    opened(module, 1, 1)
+    train(module, [1], [1])  # which gives the others zeros
+    layers = {"experts": module} | {name: experts("16 bits", "cpu") for name in more}
+    slot = LoraSlot(torch.nn.ModuleDict(layers), 2)
+    slot.put(held)
+    got = gradients(slot)
+    assert [grad is None for grad in got] == [False, True, False, False] + [True] * (len(got) - 4)
+    assert same(*([g for g in each if g is not None] for each in (got, before)))
+
+
 def test_rows_and_sequences(tmp_path):
     """An index per sequence is that of its rows; -1 and a slot that is not open are the base."""
     module = experts("16 bits", "cpu")
