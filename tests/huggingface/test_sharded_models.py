@@ -2,9 +2,7 @@
 
 import runpy
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import hf_models
 import pytest
@@ -14,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 import whole_models
 from hf_models import tokens, transformers
 from ranks import ON_CPUS, run_cases, run_ranks
-from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 peft = pytest.importorskip("peft")
@@ -23,6 +20,7 @@ import parallel_cases  # noqa: E402
 
 import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
+from moelora.adapters.shards import Shard  # noqa: E402
 from moelora.integrations.peft import parallel  # noqa: E402
 
 MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
@@ -123,18 +121,16 @@ def test_parts_of_a_factor_join(dim, halves, size):
     assert all(torch.equal(place.joined(every, rows), whole) for place in places)
 
 
-def test_gradients_are_averaged_where_backwards_nest(monkeypatch):
-    """A reentrant checkpoint runs a backward of its own, in which other gradients complete."""
-    mesh = SimpleNamespace(ndim=1, get_group=lambda n: "group", size=lambda n: 2)
-    monkeypatch.setattr(torch.distributed, "_coalescing_manager", lambda group: nullcontext())
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda grad, group: grad.mul_(3))
-    factors, averaging = torch.ones(2, 4).unbind(), parallel._Averaging(mesh)
-    first, last = (torch.nn.Parameter(factor) for factor in factors)
-    averaging.watch(first)
-    averaging.watch(last)
-    x = torch.ones(4, requires_grad=True)
-    (checkpoint(lambda x: x * first, x, use_reentrant=True) * last).sum().backward()
-    assert first.grad.tolist() == last.grad.tolist() == [1.5] * 4
+@pytest.mark.parametrize("axis", ["experts", "intermediate"])
+def test_parts_of_frozen_factors_are_frozen(axis):
+    """So that operators compute no gradients of them."""
+    part = parallel.Part(Shard(axis, 0, 2), None, 1, 1.0)
+    for frozen in parallel._SPLIT["experts"]:
+        factors = {name: torch.ones(1, 4, 4, 4) for name in parallel._SPLIT["experts"]}
+        for name, factor in factors.items():
+            factor.requires_grad_(name != frozen)
+        parts = part.take(factors)
+        assert [name for name in factors if not parts[name].requires_grad] == [frozen]
 
 
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])

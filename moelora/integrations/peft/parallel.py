@@ -128,10 +128,14 @@ class _Taken(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.part, ctx.places = part, [part.place(name) for name in names]
         ctx.shapes = [factor.shape for factor in factors]
-        return tuple(
+        parts = tuple(
             factor.view_as(factor) if place is None else place.part(factor).contiguous()
             for factor, place in zip(factors, ctx.places, strict=True)
         )
+        needs = zip(parts, ctx.needs_input_grad[2:], strict=True)
+        # An operator computes no gradients of frozen factors.
+        ctx.mark_non_differentiable(*[part for part, is_needed in needs if not is_needed])
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
