@@ -42,7 +42,7 @@ from moelora.integrations.peft import generate as _generate  # noqa: F401  check
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
-from moelora.integrations.peft.parallel import Part, begin
+from moelora.integrations.peft.parallel import Part
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.peft.tensors import engine_tensors
 from moelora.integrations.peft.wrappers import rank_of, wrappers_of
@@ -152,8 +152,7 @@ def attach(
     serving = AttachedExperts(
         model, chains, pool, {n: p for n, p in parts.items() if p is not None}
     )
-    by_experts = [n for n, part in serving.parts.items() if part.shard.axis == "experts"]
-    begin(model, base, [wrapper for name in by_experts for wrapper in chains[name]])
+    serving.share()
     for name in names:
         sources.check(model, name)
         serving.checked[name] = sources.load_of(model, name)

@@ -15,7 +15,7 @@ from torch import nn
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
 from moelora.integrations.peft import linears, sources, training
-from moelora.integrations.peft.parallel import Part, Passing
+from moelora.integrations.peft.parallel import Part, Passing, begin
 from moelora.integrations.peft.wrappers import factors_of, rank_of
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.experts import lay_out
@@ -128,7 +128,7 @@ class AttachedExperts:
         self.arguments = {name: pool.layer(name) for name in pool.layers}
         self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
         self.checked: dict[str, Any] = {}  # adapter -> its load that was checked
-        self.known: list[str] = []  # adapters at the last scan of the layers
+        self.known: dict[str, Any] = {}  # adapters at the last scan of the layers
         self.lock = threading.RLock()
         self.now = _Now()
         self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
@@ -181,12 +181,20 @@ class AttachedExperts:
         return getattr(self.model, "peft_config", {})
 
     def take_layers(self) -> None:
-        """Install `adapter_names` support in layers that PEFT has wrapped since."""
-        names = list(self.configs)
-        if names != self.known:
+        """Take what PEFT has loaded since: install `adapter_names` support in its layers, and let
+        processes share its factors."""
+        now = dict(self.configs)
+        if list(now) != list(self.known) or any(self.known[n] is not c for n, c in now.items()):
             experts = chain.from_iterable(self.wrappers.values())
             linears.install(self.model, self, experts)
-            self.known = names
+            self.share()
+            self.known = now
+
+    def share(self) -> None:
+        """`begin`, for factors that processes do not share yet."""
+        split = [n for n, part in self.parts.items() if part.shard.axis == "experts"]
+        wrappers = chain.from_iterable(self.wrappers[name] for name in split)
+        begin(self.model, sources.base_of(self.model), wrappers)
 
     def copy(self, name: str) -> None:
         """Copy the current factors of a PEFT adapter into the pool."""

@@ -184,7 +184,7 @@ class Passing(threading.local):
 
 
 def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -> None:
-    """Makes factors that all processes have whole equal, and keeps them so.
+    """Makes factors that all processes have whole equal, and keeps them so, once each.
 
     `split` are wrappers of experts that are spread over processes.
     Raises RuntimeError on all ranks unless all have factors of the same names and shapes.
@@ -192,7 +192,10 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
     ranks = ranks_of(base, with_batches=True)
     if ranks is None:
         return
-    factors = {n: parameter for n, parameter in model.named_parameters() if ".lora_" in n}
+    every: Iterable[tuple[str, Any]] = model.named_parameters()
+    factors = {n: p for n, p in every if ".lora_" in n and not hasattr(p, "_moelora_shared")}
+    if not factors:
+        return
     shapes = {name: tuple(parameter.shape) for name, parameter in factors.items()}
     ranks.together(
         "attach", lambda: shapes, lambda same: {"the set of factors": sorted(same), **same}
@@ -217,6 +220,7 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
             first = torch.distributed.get_process_group_ranks(group)[0]
             torch.distributed.broadcast(_local(parameter.detach()), first, group=group)
         (rest if id(parameter) in joined else batches).watch(parameter)
+        parameter._moelora_shared = True
 
 
 def _local(tensor: Any) -> Tensor:
