@@ -210,16 +210,19 @@ class ExpertStacks:
             chosen = [*slices, _factors(pairs.get("down"))]
             factors[name] = []
             for (projection, *stacks), factor in zip(self._named(layer), chosen, strict=True):
+                if factor is None:
+                    factors[name].append(None)
+                    continue
                 converted = []
-                for side, tensor, into in zip("AB", factor or (), stacks, strict=False):
+                for side, tensor, into in zip("AB", factor, stacks, strict=True):
                     where = f"lora_{side} of {name}.{projection}"
                     if tensor.size(0) > into.size(1):
                         raise ValueError(
                             f"{where} differs between experts, but the pool has shared_outer=True"
                         )
                     converted.append(convert.of(where, tensor, into.dtype))
-                factors[name].append((converted[0], converted[1]) if converted else None)
-                rank = max(rank, 0 if factor is None else factor[0].size(1))
+                factors[name].append((converted[0], converted[1]))
+                rank = max(rank, factor[0].size(1))
         return factors, rank, 1.0 if fold else scalings.pop(), one_a
 
     def _named(self, layer: MoELayer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
