@@ -2,10 +2,11 @@
 
 import argparse
 import sys
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from moelora import _C
 from moelora.operators import dump, trace
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         if device == "cuda" and not _C.has_cuda():
             raise ValueError("--device cuda: there is no usable GPU, or this build has no kernels")
         content = dump.load(args.file)
-        arguments = [_to(value, device) for value in content["args"]]
+        arguments = tree_map_only(Tensor, partial(dump.moved, device=device), content["args"])
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: exceeds the device
         print(f"moelora replay: {printable(error)}", file=sys.stderr)
         return 2
@@ -45,12 +46,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print("returns now:", ", ".join(_summary(t) for t in dump.tensors_in(out)) or "nothing")
     return 0
-
-
-def _to(value: Any, device: str) -> Any:
-    if isinstance(value, list):
-        return [_to(item, device) for item in value]
-    return dump.moved(value, device) if isinstance(value, Tensor) else value
 
 
 def _summary(t: Tensor) -> str:
