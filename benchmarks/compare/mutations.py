@@ -328,8 +328,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     trees = [Tree(text, args) for text in args.checkouts]
     if not args.out.exists():
-        drawn = (itertools.islice(draw(trees, end, args.seed), args.faults) for end in FILES)
-        save(args.out, list(itertools.chain(*drawn)))
+        cases = (itertools.islice(draw(trees, end, args.seed), args.faults) for end in FILES)
+        save(args.out, list(itertools.chain(*cases)))
     python = [i for i, case in enumerate(load(args.out)) if case["ending"] == ".py"]
     for batch in [python, *([i] for i in range(len(python), len(load(args.out))))]:
         for tree in trees:
