@@ -16,17 +16,22 @@ rl_update    ms of `update_adapters`, idle and while requests run, and the share
              their tokens/s
 rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does, without merging;
              "send" among the formats measures it, in an engine without adapters
+
+"updates" among the formats measures rl_update alone, without a trainer or a checkpoint.
 """
 
 import argparse
 import contextlib
 import gc
+import itertools
+import json
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -74,7 +79,7 @@ class Vllm:
 
     request = None
 
-    def __init__(self, folder, args, lora=True):
+    def __init__(self, folder, args, lora=True, **more):
         import benchmarks.engines.vllm_engine  # noqa: F401, sets vLLM's environment
 
         plugin = args.work / "plugin"
@@ -91,7 +96,7 @@ class Vllm:
             options |= {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
             # which vLLM takes with prefix caching only, its default
             options |= {"enable_return_routed_experts": True}
-        self.llm = LLM(str(folder), gpu_memory_utilization=args.memory, **options)
+        self.llm = LLM(str(folder), gpu_memory_utilization=args.memory, **options, **more)
 
     def ends(self, new):
         from vllm import SamplingParams
@@ -141,6 +146,28 @@ class Vllm:
                 took.append(self.ms)
                 last = time.perf_counter()
         return 32 * 256 / (time.perf_counter() - start), took
+
+
+class Factors:
+    """Random ones of all experts, as a `LoraSlot` gives them."""
+
+    def __init__(self, shape):
+        s, targets, self.factors = shape, [], {}
+        stacks = (
+            ("gate_up_proj", "base_layer.", 2 * s.inter, s.hidden),
+            ("down_proj", "", s.hidden, s.inter),
+        )
+        for layer, (stack, name, rows, columns) in itertools.product(range(s.layers), stacks):
+            experts = f"model.layers.{layer}.mlp.experts"
+            targets.append(f"{experts}.{stack}")
+            for which, size in ("A", (RANK * s.experts, columns)), ("B", (rows, RANK * s.experts)):
+                factor = torch.randn(size, device=device()) / columns
+                self.factors[f"base_model.model.{experts}.{name}lora_{which}.weight"] = factor
+        self.config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK}
+        self.config |= {"target_modules": [], "target_parameters": targets}
+
+    def tensors(self, host):
+        return self.config, self.factors
 
 
 def device():
@@ -240,22 +267,40 @@ def loop(format, model, sampler, args):
         took = {"sample": sampled, "backward": timed(backward)[0]}
         took["optimizer"] = timed(optimizer.step)[0]
         optimizer.zero_grad()
-        took["update"], nbytes = timed(lambda: sampler.push(slot))
+        took["update"], _ = timed(lambda: sampler.push(slot))
         phases.append(took)
         yield {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
     medians = {f"{key}_ms": statistics.median(p[key] for p in phases) for key in phases[0]}
     yield {"topic": "rl_phase", "format": format, "rows": args.group} | medians
     if sampler.busy:
-        idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
-        alone, _ = sampler.busy(slot, float("inf"))
-        rate, under = sampler.busy(slot, args.every)
-        row = {"topic": "rl_update", "format": format, "mib": nbytes / 2**20}
-        for what, ms, share in (("idle", idle, None), ("under load", under, rate / alone)):
-            spread = {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)} if ms else {}
-            yield row | {"what": what, "share": share} | spread
+        yield from updates(format, sampler, slot, args)
+
+
+def updates(format, sampler, slot, args):
+    """Cases of updates, idle and under load."""
+    nbytes = sampler.push(slot)
+    idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
+    alone, _ = sampler.busy(slot, float("inf"))
+    rate, under = sampler.busy(slot, args.every)
+    row = {"topic": "rl_update", "format": format, "mib": nbytes / 2**20, "every_s": args.every}
+    for what, ms, share in (("idle", idle, None), ("under load", under, rate / alone)):
+        spread = {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)} if ms else {}
+        yield row | {"what": what, "share": share} | spread
+
+
+def without_weights(args):
+    """An engine, and factors of its experts."""
+    shape, folder = engine_model.PRESETS[args.preset], args.work / "updates"
+    shape = replace(shape, layers=args.layers or shape.layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(engine_model.settings(shape)))
+    return Vllm(folder, args, load_format="dummy"), Factors(shape)
 
 
 def one(format, args):
+    if format == "updates":
+        yield from updates("bf16", *without_weights(args), args)
+        return
     if format == "send":
         folder, plain = checkpoint(args.work, "bf16", args)
         sampler, model = Vllm(folder, args, lora=False), trainer(plain)
@@ -278,7 +323,7 @@ def parsed(argv):
     p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b")
     p.add_argument("--layers", type=int, default=0, help="(default: the preset's)")
     p.add_argument(
-        "--formats", default="bf16,fp8", help="of the sampler, or send (default: %(default)s)"
+        "--formats", default="bf16,fp8", help="of the sampler; send; updates (default: %(default)s)"
     )
     p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm")
     p.add_argument("--steps", type=int, default=20)

@@ -21,11 +21,12 @@ class LLM:
     def __init__(self, model, *, compilation_config, **options):
         known = "dtype max_model_len skip_tokenizer_init max_num_seqs gpu_memory_utilization "
         known += "enable_lora max_loras max_lora_rank enable_return_routed_experts"
+        load = options.pop("load_format", None)
         assert options.keys() - {"enable_prefix_caching"} == set(known.split())
         if options["enable_return_routed_experts"] and not options.get("enable_prefix_caching", 1):
             raise ValueError("AuxOutput Connector requires prefix caching.")
         assert max(compilation_config["cudagraph_capture_sizes"]) <= options["max_num_seqs"]
-        self.model, self.llm_engine, self.left = rl_loop.trainer(model), self, 0
+        self.model, self.llm_engine, self.left = load or rl_loop.trainer(model), self, 0
 
     def generate(self, prompts, sampling_params, *, use_tqdm, lora_request=None):
         ids = torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
@@ -86,6 +87,16 @@ def test_its_cases(engine, tmp_path):
     assert config["target_parameters"] and len(tensors) == 4  # of a layer
     first = engine.updates[0][1]
     assert any(not torch.equal(first[name], tensors[name]) for name in tensors)
+
+
+def test_updates_need_no_checkpoint(engine, tmp_path):
+    words = [*WORDS.replace("bf16", "updates").split(), "--out", str(tmp_path / "rl.json")]
+    assert rl_loop.main(words) == 0
+    idle, busy = results.read(tmp_path / "rl.json")[1]
+    assert (idle["what"], busy["what"], busy["mib"]) == ("idle", "under load", idle["mib"])
+    config, tensors = engine.updates[-1]
+    per_expert = 64 + 2 * 32 + 32 + 64  # rows and columns of gate_up_proj and down_proj
+    assert idle["mib"] * 2**20 == 4 * config["r"] * 4 * per_expert and len(tensors) == 4
 
 
 def test_a_part_that_fails_leaves_what_came_before(engine, tmp_path, monkeypatch):
