@@ -20,10 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import peft
 import peft.tuners.lora.layer as peft_layer
 import peft.tuners.lora.model as peft_lora
 import torch
+from peft import peft_model
 from peft.tuners import tuners_utils
+from peft.utils import save_and_load
 from torch import Tensor, nn
 
 from moelora.adapters.shards import Shard
@@ -315,3 +318,33 @@ def _of_state_dict(prefixes_of: Callable[..., set[str]], *args: Any, **kwargs: A
 
 if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
     around("_get_tuner_state_dict_key_prefixes", tuners_utils)(_of_state_dict)
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor, gathered from all processes if it is a DTensor: then all call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _of_adapter(
+    state_of: Callable[..., dict[str, Any]], model: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """The whole tensors of an adapter, on their device.
+
+    In a model that has a `_tp_size`, PEFT gathers the base model's weights with the adapter's, into
+    host memory of each process, before it selects those of the adapter.
+    """
+    if not getattr(model, "_tp_size", None):
+        return state_of(model, *args, **kwargs)
+    hidden: dict[str, Any] = model.__dict__
+    own = hidden.get("_tp_size")  # a PeftModel has its base model's
+    hidden["_tp_size"] = None
+    try:
+        state = state_of(model, *args, **kwargs)
+    finally:
+        del hidden["_tp_size"]
+        if own is not None:
+            hidden["_tp_size"] = own
+    return {name: whole(tensor) for name, tensor in state.items()}
+
+
+around("get_peft_model_state_dict", peft, peft.utils, save_and_load, peft_model)(_of_adapter)

@@ -10,6 +10,7 @@ from torch import Tensor
 from moelora.adapters import LinearLayer, checkpoint
 from moelora.adapters.engine_names import STACKED, names_of
 from moelora.adapters.write import PREFIX, peft_tensors, per_expert_tensors
+from moelora.integrations.peft.parallel import whole
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.transformers.layers import moe_layers
 
@@ -44,10 +45,7 @@ def engine_tensors(
         raise ValueError(f"adapter is {adapter!r}, wanted one of {list(model.peft_config)}")
     config: Any = model.peft_config[adapter]
     found = get_peft_model_state_dict(model, adapter_name=adapter)
-    state: dict[str, Tensor] = {}
-    for key, tensor in found.items():
-        whole = getattr(tensor, "full_tensor", None)
-        state[key] = (tensor if whole is None else whole()).detach()
+    state: dict[str, Tensor] = {key: whole(tensor).detach() for key, tensor in found.items()}
     base = base_of(model)
     model_type = base.config.get_text_config().model_type
     if model_type in STACKED or not config.target_parameters:
@@ -61,8 +59,8 @@ def engine_tensors(
             linears[name] = LinearLayer(name, a.shape[1], b.shape[0])
     read = checkpoint.load(state, config, [*layers.values()], [*linears.values()])
     names = names_of(model_type)._replace(second=None)  # engines refuse factors of no layer
-    whole = (len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
-    if config.rank_pattern or config.alpha_pattern or not all(whole):
+    pairs = (len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
+    if config.rank_pattern or config.alpha_pattern or not all(pairs):
         return per_expert_tensors(read, layers, linears, names=names, copy=False)
     written, stacks = peft_tensors(read, layers, linears, copy=False)
     return written, {names.of(key)[0]: tensor for key, tensor in stacks.items()}
