@@ -164,6 +164,14 @@ def disagree(folder: Path) -> None:
         model(ids, adapter_names=["ab"[rank]] * len(ids))
     assert pool.names() == ["a"]
     model(ids, adapter_names=["a"] * len(ids))
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+    adapted = peft.get_peft_model(load(folder, "tp"), config)
+    factor = next(p for name, p in adapted.named_parameters() if ".lora_" in name)
+    factor.requires_grad_(rank == 0)
+    with pytest.raises(RuntimeError, match="is trained, .* on rank 0 and frozen, .* on rank 1"):
+        moelora_peft.attach(adapted)
+    factor.requires_grad_()
+    moelora_peft.attach(adapted)
 
 
 def refused(folder: Path) -> None:

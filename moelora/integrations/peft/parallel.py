@@ -37,6 +37,7 @@ from moelora.integrations.transformers.parallel import (
     multiply_locally,
     ranks_of,
 )
+from moelora.operators.checks import dtype_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,7 +191,8 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
     """Makes factors that all processes have whole equal, and keeps them so, once each.
 
     `split` are wrappers of experts that are spread over processes.
-    Raises RuntimeError on all ranks unless all have factors of the same names and shapes.
+    Raises RuntimeError on all ranks unless all have factors of the same names, shapes and dtypes,
+    and train the same ones.
     """
     ranks = ranks_of(base, with_batches=True)
     if ranks is None:
@@ -199,9 +201,9 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
     factors = {n: p for n, p in every if ".lora_" in n and not hasattr(p, "_moelora_shared")}
     if not factors:
         return
-    shapes = {name: tuple(parameter.shape) for name, parameter in factors.items()}
+    facts = {name: _described(parameter) for name, parameter in factors.items()}
     ranks.together(
-        "attach", lambda: shapes, lambda same: {"the set of factors": sorted(same), **same}
+        "attach", lambda: facts, lambda same: {"the set of factors": sorted(same), **same}
     )
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -224,6 +226,11 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
             torch.distributed.broadcast(_local(parameter.detach()), first, group=group)
         (rest if id(parameter) in joined else batches).watch(parameter)
         parameter._moelora_shared = True
+
+
+def _described(factor: Tensor) -> str:
+    trained = "trained" if factor.requires_grad else "frozen"
+    return f"{trained}, {tuple(factor.shape)} in {dtype_name(factor.dtype)}"
 
 
 def _local(tensor: Any) -> Tensor:
