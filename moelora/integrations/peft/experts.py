@@ -408,7 +408,7 @@ def forward(
 def _check_merged(
     layer: str, wrappers: Sequence[Wrapper], active: list[str], names: Sequence[str] | None
 ) -> None:
-    """Raise unless the weights alone are what PEFT computes while adapters are merged into them."""
+    """Raise if an adapter of the call is not merged: experts then run on merged weights alone."""
     if names is not None:
         raise ValueError(
             f"adapter_names with an adapter merged into {layer}; call unmerge_adapter first"

@@ -208,13 +208,13 @@ def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if ".lora_" in name and hasattr(weight, "placements"):
-            # PEFT gives those of this process's part, transformers' tensor parallelism reads whole.
+            # transformers' tensor parallelism reads whole sizes; PEFT has set those of the part.
             module.out_features, module.in_features = weight.shape
     multiply_locally(model)
     meshes: Any = base._mesh_manager
     dense = meshes.get_mesh(("dp_replicate", "fsdp", "tp"))
     batches = _Averaging(meshes.get_mesh(("dp_replicate", "fsdp")))
-    # A backward of `split` joins the batches of the processes that its experts are spread over.
+    # The backward of `split` has summed over the batches of its group: only replicas are left.
     rest = _Averaging(meshes.get_mesh(("dp_replicate", "efsdp")))
     joined = {id(parameter) for wrapper in split for parameter in wrapper.parameters()}
     for parameter in factors.values():
@@ -302,7 +302,7 @@ if hasattr(tuners_utils, "_get_in_out_features") and hasattr(peft_layer, "_get_i
 
 
 def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str) -> Any:
-    """PEFT splits the factors of linear layers by their plan; those of parameters stay whole."""
+    """The plan by which PEFT splits a layer's factors; none for experts', which stay whole."""
     owner, _, name = current_key.rpartition(".")
     try:
         is_module = name in model.get_submodule(owner)._modules
