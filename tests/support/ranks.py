@@ -75,7 +75,8 @@ def run_ranks(program: str, *words: str, modules: str, processes: int = 2, **env
         text=True,
         timeout=285,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    failed = f"{words} ended with {done.returncode}:\n{done.stdout}{done.stderr[-9000:]}"
+    assert done.returncode == 0, failed
     return done.stdout.splitlines()
 
 
