@@ -301,6 +301,7 @@ class LoraSlot(Trained):
                 raise ValueError(f"{name} has several scalings, wanted one for both projections")
         for parameter in self.parameters():
             parameter.grad = None  # zeros, of backwards of other slots
+            parameter.zero_()  # an optimizer with moments may have stepped a free slot
         numbers: list[tuple[float, float]] = []
         for name, module in self._modules.items():
             for projection, *own in self._factors_of(module):

@@ -141,7 +141,10 @@ class MultiLoraExperts(nn.Module):
         self.adapters: Tensor | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> MultiLoraExperts:
+        scalings = self.lora_scalings
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # of torch
+        if self.lora_scalings.dtype != torch.float32:
+            self.lora_scalings = scalings.to(self.lora_scalings.device)
         for name in FACTORS:  # each parameter has moved by itself
             moved = [getattr(slot, name) for slot in self.slots]
             if any(hasattr(p, "placements") or p.dtype != torch.float32 for p in moved):
@@ -240,10 +243,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stack: Tensor, *slots: Tensor) -> Tensor:
+        # After `_apply` parameters no longer share the stack's version counter: autograd checks
+        # theirs in the backward.
+        ctx.save_for_backward(*slots)
         return stack.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        _ = ctx.saved_tensors
         return None, *grad.unbind(0)
 
 

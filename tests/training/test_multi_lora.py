@@ -10,7 +10,7 @@ from test_sampler_bits import WEIGHTS, draw_weights
 from torch.utils._pytree import tree_flatten
 
 import moelora
-from moelora.training import LoraSlot, MultiLoraExperts, Tenants, set_adapters
+from moelora.training import Held, LoraSlot, MultiLoraExperts, Tenants, set_adapters
 
 E, TOP_K, K, I, SLOTS = 8, 2, 256, 128, 3  # noqa: E741
 RANKS = (16, 3, 8)
@@ -267,13 +267,53 @@ def test_an_optimizer_writes_what_a_moved_module_reads():
     assert not torch.equal(module(*rows), before)
 
 
-def test_a_slot_that_changes_before_the_backward_makes_it_raise():
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("act", ["open", "step"])
+def test_a_slot_that_changes_before_the_backward_makes_it_raise(act, moved):
     module = experts("16 bits", "cpu")
     opened(module, 0, 0)
+    if act == "step":
+        opened(module, 1, 1)
+    if moved:
+        module.to("cpu")
     loss = module(*batch([0], [0])).sum()
-    opened(module, 1, 1)
+    if act == "open":
+        opened(module, 1, 1)
+    else:
+        parameters = LoraSlot(module, 1).parameters()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(parameters, 1.0).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_an_optimizer_writes_to_a_free_slot_is_in_no_adapter():
+    """A loop that steps all optimizers: moments move the zeros of a slot that was closed."""
+    module = experts("16 bits", "cpu")
+    adapter = LoraSlot(module, 0).open(rank=4).take().adapter
+    del adapter.experts["experts"]["gate_up"]
+    adapter.experts["experts"]["down"].b.fill_(0.1)
+    down = Held(adapter, None)
+    LoraSlot(module, 1).put(down)
+    rows = batch([0], [1])
+    wanted = module(*rows)
+    slot = opened(module, 0, 0)
+    optimizer = torch.optim.AdamW(slot.parameters(), 0.1)
+    train(module, [0], [0])
+    optimizer.step()
+    slot.close()
+    train(module, [0], [1])
+    optimizer.step()
+    slot.put(down)
+    assert torch.equal(module(*rows[:3], torch.zeros_like(rows[3])), wanted)
+
+
+def test_scalings_stay_float32():
+    module = experts("16 bits", "cpu")
+    LoraSlot(module, 0).open(rank=3, alpha=1.0)
+    module.to(torch.bfloat16)
+    assert module.lora_scalings.tolist() == torch.tensor([1 / 3, 1.0, 1.0]).tolist()
 
 
 def closed(module):
