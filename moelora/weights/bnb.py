@@ -66,10 +66,10 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"{weight_name} is a {type(weight).__name__}, expected Tensor")
     of = _from_mapping(state, at) if isinstance(state, Mapping) else _from_object(state, at)
-    if of["quant_type"] not in QUANT_TYPES:
+    if not isinstance(of["quant_type"], str) or of["quant_type"] not in QUANT_TYPES:
         known = " or ".join(map(repr, QUANT_TYPES))
         fail(at, f"has quant_type {of['quant_type']!r:.80}", known)
-    if of["blocksize"] not in BLOCKS:
+    if type(of["blocksize"]) is not int or of["blocksize"] not in BLOCKS:
         fail(at, f"has blocksize {of['blocksize']!r:.80}", f"one of {BLOCKS}")
     shape = of["shape"]
     if not (isinstance(shape, list | tuple) and len(shape) in (2, 3)) or not all(
@@ -80,6 +80,9 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
         fail(at, f"has shape {tuple(shape)}", "an even number of columns (K)")
     count = math.prod(shape)
     check_held(weight_name, weight)
+    for part in ("absmax", "code", "nested_absmax", "nested_code"):
+        if isinstance(of.get(part), Tensor):
+            check_held(f"{at}: {part}", of[part])
     if weight.numel() * weight.itemsize != count // 2:
         got = f"has {weight.numel() * weight.itemsize} bytes for shape {tuple(shape)}"
         fail(weight_name, got, f"{count // 2}")
@@ -118,7 +121,7 @@ def _from_mapping(state: Mapping[str, Any], at: str) -> dict[str, Any]:
     stored = state[key]
     try:
         settings = json.loads(bytes(stored.cpu().tolist()))
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RecursionError, TypeError, ValueError):
         settings = None
     if not isinstance(settings, dict):
         fail(f"{at}[{key!r}]", "is no JSON", "an object, as uint8")
@@ -139,8 +142,9 @@ def _from_mapping(state: Mapping[str, Any], at: str) -> dict[str, Any]:
 def _absmax(of: Mapping[str, Any], blocks: int, at: str) -> Tensor:
     """(blocks,) float32; nested ones are dequantized as bitsandbytes does."""
     absmax = of["absmax"]
-    if tuple(absmax.shape) != (blocks,):
-        fail(at, f"has absmax of shape {tuple(absmax.shape)}", f"({blocks},)")
+    if not isinstance(absmax, Tensor) or tuple(absmax.shape) != (blocks,):
+        got = tuple(absmax.shape) if isinstance(absmax, Tensor) else type(absmax).__name__
+        fail(at, f"has absmax of shape {got}", f"({blocks},)")
     if "nested_absmax" in of:
         absmax = _nested(of, absmax, at)
     elif absmax.dtype != torch.float32:
@@ -166,9 +170,9 @@ def _nested(of: Mapping[str, Any], absmax: Tensor, at: str) -> Tensor:
         fail(at, f"has nested_absmax {got}", f"({blocks},) of torch.float32")
     try:
         offset = float(of["nested_offset"])
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         fail(at, f"has nested_offset {of['nested_offset']!r:.80}", "a number")
-    spread = outer.reshape(-1).repeat_interleave(size)[: absmax.numel()]
+    spread = outer.reshape(-1).repeat_interleave(min(size, absmax.numel()))[: absmax.numel()]
     return code.float().to(absmax.device)[absmax.int()] * spread + offset
 
 

@@ -17,9 +17,13 @@ def quantized(w, **options):
 
 
 def dequantized(weight, state, dtype):
+    """As one row: kernels of bitsandbytes 0.50 for AVX-512 take another block's absmax where blocks
+    of 128 to 1024 are no divisors of a row."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    state.dtype = dtype
-    return functional.dequantize_4bit(weight, state).to(dtype)
+    shape, state.shape, state.dtype = state.shape, torch.Size([state.shape.numel()]), dtype
+    flat = functional.dequantize_4bit(weight, state).to(dtype)
+    state.shape = shape
+    return flat.reshape(shape)
 
 
 def drawn(*shape, seed=0):
@@ -97,7 +101,14 @@ NESTED = {
     "nested_absmax": torch.ones(1),
     "nested_quant_map": torch.linspace(-1, 1, 256),
 }
+NESTED_LISTS = torch.full((10**5,), ord("["), dtype=torch.uint8)
 OF_NESTED = {"nested_blocksize": 256, "nested_offset": 1.0}
+
+
+def freed(count):
+    tensor = torch.ones(count)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def test_good_arguments_are_taken():
@@ -111,6 +122,10 @@ def test_good_arguments_are_taken():
         (changed(quant_type="int8"), r"quant_state\[0\] has quant_type 'int8', expected 'nf4' or"),
         (changed(blocksize=32), "blocksize 32, expected one of .64, 128"),
         (changed(blocksize=96), "blocksize 96"),
+        (changed(blocksize=64.0), "blocksize 64.0"),
+        (changed(quant_type=["nf4"]), "has quant_type .'nf4'., expected 'nf4' or"),
+        (changed({"absmax": freed(24)}), "quant_state.0.: absmax has elements up to byte 96"),
+        (changed({"quant_map": freed(16)}), "quant_state.0.: code has elements up to byte 64"),
         (changed(shape=[N, K, 1, 1]), r"shape \[8, 192, 1, 1\], expected two or three sizes"),
         (
             changed(shape=[2 * N, K]),
@@ -132,6 +147,15 @@ def test_good_arguments_are_taken():
         (changed({"quant_map": torch.ones(17)}), r"quant_map of \(17,\)"),
         (changed(NESTED), "nested_blocksize None"),
         (changed(NESTED, nested_blocksize=256), "nested_offset None"),
+        (changed(NESTED, nested_blocksize=256, nested_offset=10**400), "nested_offset 1000"),
+        (
+            changed(
+                NESTED | {"nested_absmax": torch.full((1,), torch.nan)},
+                nested_blocksize=2**60,
+                nested_offset=1.0,
+            ),
+            "absmax that is NaN",
+        ),
         (changed(NESTED | {"absmax": torch.ones(24)}, **OF_NESTED), "absmax of torch.float32"),
         (changed(NESTED | {"nested_absmax": torch.ones(2)}, **OF_NESTED), "nested_absmax .2,. of"),
         (
@@ -139,6 +163,10 @@ def test_good_arguments_are_taken():
             "nested_quant_map of shape None",
         ),
         (good() | {"quant_state": [{"absmax": 1}]}, "has .'absmax'., expected one of quant_state"),
+        (
+            good() | {"quant_state": [good()["quant_state"][0] | {SETTINGS: NESTED_LISTS}]},
+            "is no JSON",
+        ),
         (good() | {"quant_state": []}, "quant_state is a list, expected one for each expert"),
         (
             good() | {"quant_state": [None]},
