@@ -6,6 +6,7 @@ specification MXFP4. Experts are rounded one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -13,13 +14,21 @@ import torch
 from torch import Tensor
 
 from moelora.operators.formats import FORMATS
-from moelora.weights.readers import Checkpoint, Numbers
+from moelora.operators.storage import check_held
+from moelora.weights.readers import LARGEST_SCALE, SCALES, Checkpoint, Numbers
 
 Rounding: TypeAlias = Literal["nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 INT4_GROUP = 128  # columns, where they divide K
 LARGEST_FP8 = 448.0
 LARGEST_E2M1 = 6.0
+LARGEST = {
+    "nf4": LARGEST_SCALE,
+    "fp4": LARGEST_SCALE,
+    "mxfp4": 2 * LARGEST_E2M1,
+    "int4": 7 * LARGEST_SCALE,
+    "fp8": 255 * LARGEST_FP8,
+}  # magnitudes, those of the largest scales that are read of checkpoints; NVFP4: no limit
 
 
 def _codes(kernel: str) -> tuple[float, ...]:
@@ -132,11 +141,17 @@ def checkpoint(w: Sequence[Tensor] | Tensor, rounding: Any) -> Checkpoint:
         if tuple(one.shape) != (rows, columns):
             got = f"w[{expert}] has shape {tuple(one.shape)}"
             raise ValueError(f"{got}, expected {(rows, columns)} as w[0]")
-        if not one.dtype.is_floating_point:
-            raise ValueError(f"w[{expert}] has dtype {one.dtype}, expected a floating one")
+        check_held(f"w[{expert}]", one)
+        if one.dtype not in SCALES:
+            wanted = "float32, bfloat16 or float16"
+            raise ValueError(f"w[{expert}] has dtype {one.dtype}, expected {wanted}")
         exact = one.detach().to(torch.float32).contiguous()
         if not exact.isfinite().all():
             raise ValueError(f"w[{expert}] has a NaN or an infinity, expected numbers")
+        largest, limit = float(exact.abs().max()), LARGEST.get(rounding, math.inf)
+        if largest > limit:
+            got = f"w[{expert}] has a number of magnitude {largest:g}"
+            raise ValueError(f"{got}, expected at most {limit:g} for {rounding}")
         return nvfp4(expert, exact) if rounding == "nvfp4" else ROUND[rounding](exact, group)
 
     kernel: Any = "bnb_fp4" if rounding == "fp4" else rounding

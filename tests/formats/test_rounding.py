@@ -60,6 +60,11 @@ def test_a_sequence_makes_experts_one_by_one():
     )
 
 
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("w", "format", "message"),
     [
@@ -70,6 +75,15 @@ def test_a_sequence_makes_experts_one_by_one():
         ([torch.zeros(2, 64), torch.zeros(4, 64)], "int4", r"w\[1\] has shape \(4, 64\), expected"),
         (torch.zeros(1, 2, 64, dtype=torch.int32), "fp8", r"w\[0\] has dtype torch.int32"),
         (torch.full((1, 2, 64), torch.inf), "mxfp4", r"w\[0\] has a NaN or an infinity"),
+        (
+            torch.zeros(1, 2, 64).double(),
+            "nf4",
+            r"w\[0\] has dtype torch.float64, expected float32",
+        ),
+        (torch.zeros(1, 2, 64).to(torch.float8_e4m3fn), "nf4", "has dtype torch.float8_e4m3fn"),
+        (torch.full((1, 2, 64), 12.5), "mxfp4", "of magnitude 12.5, expected at most 12 for mxfp4"),
+        (torch.full((1, 2, 64), 1e5), "nf4", "of magnitude 100000, expected at most 65504 for nf4"),
+        ([torch.zeros(2, 64), freed(torch.zeros(2, 64))], "fp8", r"w\[1\] has elements up to byte"),
     ],
 )
 def test_bad_weights_are_named(w, format, message):
