@@ -140,11 +140,18 @@ def without_config():
     return save({"law/a": torch.zeros(1)})
 
 
+def nested_config():
+    from safetensors.torch import save
+
+    return save({"law/a": torch.zeros(1)}, metadata={"law": "[" * 10**5})
+
+
 BODIES = {
     "pickle": (lambda: torch.serialization.pickle.dumps(given(1)) * 9, "the body begins with"),
     "a path": (lambda: b'{"lora_path": "/tmp/law"}' * 9, "the body begins with"),
     "nothing": (lambda: b"", "no safetensors of pack_adapters"),
     "cut": (lambda: packed({"law": given(1)})[:-8], "no safetensors of pack_adapters"),
+    "nested": (nested_config, "no safetensors of pack_adapters"),
     "config": (without_config, "a tensor 'law/a', and no configuration of 'law'"),
     "the model": (lambda: packed({"base": given(1)}), "'base': a model or LoRA of this name"),
     "a LoRA": (lambda: packed({"disk": given(1)}), "'disk': a model or LoRA of this name"),

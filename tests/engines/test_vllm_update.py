@@ -1,10 +1,13 @@
 """`update_adapters`: all ranks switch or none, and each request ends on the version it began on."""
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -239,6 +242,34 @@ def nan(tensor):
     return torch.where(torch.arange(tensor.numel()).view_as(tensor) == 3, float("nan"), tensor)
 
 
+def freed(tensor):
+    """As FSDP frees what it has gathered."""
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+def test_freed_tensors_are_not_shared(served):
+    with pytest.raises(ValueError, match="a has elements up to byte 64 of a storage of 0"):
+        handle_module().share_tensors({"a": freed(torch.ones(16))})
+
+
+def test_threads_update_one_after_the_other(llm, monkeypatch):
+    engine, both = llm.llm_engine, threading.Barrier(2, timeout=0.2)
+    call = engine.collective_rpc
+
+    def waiting(*args, **kwargs):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()  # for the other thread, which is not let in
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "collective_rpc", waiting)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(update.update_adapters, llm, {n: given(1)}) for n in ("a", "b")]
+        assert [list(one.result()) for one in done] == [["a"], ["b"]]
+    assert versions(engine) == ["a@1", "b@1"]
+
+
 ONE = r"layers\.1.*\.2\.gate_proj\.lora_B"
 BAD = {
     "another GPU": (lambda: shared(device="GPU-7"), "on GPU GPU-7, which this worker does not see"),
@@ -268,6 +299,8 @@ BAD = {
     "a path": ("/tmp/law", "is a str, wanted"),
     "a path in a pair": (("/tmp/law", {}), "config is a str, wanted .* files are not read"),
     "nothing": (({}, {}), "tensors is {}, wanted tensors by name"),
+    "freed": (lambda: changed(key="o_proj.lora_A", tensor=freed), "lora_A.weight has elements up"),
+    "no JSON": (changed(config={"x": {(1, 2): 3}}), "'law': its config is no JSON .*keys must be"),
 }
 
 

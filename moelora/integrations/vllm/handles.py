@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moelora.integrations import shown
 from moelora.operators.checks import dtype_name
+from moelora.operators.storage import check_held
 
 ALIGN = 256  # bytes, as of allocations; the token has the first
 _TOKEN = 16
@@ -65,11 +66,13 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
     Raises
     ------
     ValueError
-        There are no tensors, or they are on several devices.
+        There are no tensors, they are on several devices, or the storage of one was freed.
     """
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1:
         raise ValueError(f"tensors are on {sorted(map(str, devices))}, wanted one device")
+    for name, tensor in tensors.items():
+        check_held(name, tensor)
     index, nbytes = [], ALIGN
     for name, tensor in tensors.items():
         index.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), nbytes))

@@ -65,7 +65,7 @@ def unpack_adapters(body: bytes) -> dict[str, tuple[dict[str, Any], dict[str, Te
         tensors = load(body)
         header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
         configs = {n: json.loads(text) for n, text in header.get("__metadata__", {}).items()}
-    except (SafetensorError, ValueError) as error:
+    except (RecursionError, SafetensorError, ValueError) as error:
         raise ValueError(f"the body is no safetensors of pack_adapters ({shown(error)})") from None
     found: dict[str, tuple[dict[str, Any], dict[str, Tensor]]]
     found = {name: (config, {}) for name, config in configs.items()}

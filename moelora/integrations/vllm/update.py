@@ -18,6 +18,7 @@ import inspect
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from moelora.adapters.names import check_name
 from moelora.integrations import shown
 from moelora.integrations.vllm import wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
+from moelora.operators.storage import check_held
 
 PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
 FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
@@ -40,6 +42,7 @@ FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
 Adapters: TypeAlias = "Mapping[str, tuple[Any, Mapping[str, Tensor] | SharedTensors]]"
 
 _engines = itertools.count()
+_turn = threading.Lock()  # threads update one at a time: an asyncio.Lock is for tasks of a loop
 _known: set[str] = set()  # paths of versions that requests of this process may name
 
 
@@ -98,7 +101,8 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
     """
     update = _update(getattr(llm, "llm_engine", llm), adapters)
     try:
-        update.send(None)  # to its end: an engine that is no AsyncLLM lets nothing wait
+        with _turn:
+            update.send(None)  # to its end: an engine that is no AsyncLLM lets nothing wait
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return] # of _update
     update.close()
@@ -208,9 +212,15 @@ def checked(name: str, given: Any, handles: bool = True) -> tuple[dict[str, Any]
         for key, tensor in tensors.items():
             if not isinstance(key, str) or not isinstance(tensor, Tensor):
                 raise ValueError(f"adapter {name!r}: {key!r:.200} is not a tensor by name")
+            check_held(f"adapter {name!r}: {key:.200}", tensor)
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise ValueError(f"adapter {name!r}: its config has no {missing[0]}")
-    plain = json.dumps(dict(config), default=lambda v: sorted(v) if isinstance(v, set) else str(v))
+    try:
+        plain = json.dumps(
+            dict(config), default=lambda v: sorted(v) if isinstance(v, set) else str(v)
+        )
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"adapter {name!r}: its config is no JSON ({shown(error)})") from None
     return json.loads(plain), tensors
 
 
