@@ -16,7 +16,7 @@ from moelora.adapters import checkpoint
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import peft_tensors
-from moelora.operators.checks import check_count
+from moelora.operators.checks import check_count, check_number
 from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded
@@ -115,6 +115,9 @@ class LoraSlot(Trained):
         """
         self._check_free()
         if source is None:
+            check_count("rank", rank)
+            if alpha is not None:
+                check_number("alpha", alpha, positive=True)
             adapter = new_adapter(self, rank, alpha, None, generator)
         else:
             layers = list(self.layers.values())
@@ -151,7 +154,7 @@ class LoraSlot(Trained):
             if optimizer is not None:
                 self._of_slot(optimizer)
                 self._load(held.state)
-        except ValueError:
+        except Exception:
             self.close()
             raise
         for key, factor in self._keyed().items():

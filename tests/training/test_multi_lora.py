@@ -329,6 +329,8 @@ BAD = {
     "slot": (lambda m: LoraSlot(m, 3), "slot is 3, wanted 0 to 2, those of experts"),
     "no experts": (lambda m: LoraSlot(torch.nn.Linear(2, 2), 0), "has no MultiLoraExperts"),
     "rank": (lambda m: LoraSlot(m, 0).open(rank=17), "rank is 17, wanted 1 to 16"),
+    "no rank": (lambda m: LoraSlot(m, 0).open(rank=2.5), "rank is 2.5, wanted an integer >= 1"),
+    "alpha": (lambda m: LoraSlot(m, 0).open(alpha=float("nan")), "alpha is nan, wanted a finite"),
     "twice": (lambda m: LoraSlot(m, 0).open().open(), "slot 0 has an adapter: take it or close"),
     "empty": (lambda m: LoraSlot(m, 0).take(), "slot 0 has no adapter"),
     "no state": (
