@@ -75,11 +75,15 @@ class Service:
     # -- calls of clients --
 
     def create(self, rank: int = 8, alpha: float | None = None, seed: int = 0) -> str:
-        if not 1 <= rank <= self.max_rank:
-            raise ValueError(f"rank is {rank}, wanted 1 to {self.max_rank}")
-        name = f"a{next(self._numbers)}"
+        if type(rank) is not int or not 1 <= rank <= self.max_rank:
+            raise ValueError(f"rank is {rank}, wanted an integer of 1 to {self.max_rank}")
         alpha = None if alpha is None else float(alpha)
-        return self._call("_create", name, rank=rank, alpha=alpha, seed=int(seed))
+        if alpha is not None and not 0 < alpha < 1e6:
+            raise ValueError(f"alpha is {alpha}, wanted a number between 0 and 1e6")
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed}, wanted an integer of 0 to 2^63 - 1")
+        name = f"a{next(self._numbers)}"
+        return self._call("_create", name, rank=rank, alpha=alpha, seed=seed)
 
     def forward_backward(
         self, client: str, rows: list[list[int]], weights: list[list[float]] | None = None
@@ -105,25 +109,31 @@ class Service:
     def sample(
         self, client: str, prompt: list[int], max_new_tokens: int = 16, temperature: float = 0.0
     ) -> list[int]:
-        self._check_tokens([prompt])
-        if max_new_tokens < 1 or temperature < 0:
-            raise ValueError("max_new_tokens is below 1, or temperature below 0")
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, wanted an integer of at least 1")
+        if not (temperature == 0 or 1e-3 <= temperature <= 1e3):
+            raise ValueError(f"temperature is {temperature}, wanted 0, or 0.001 to 1000")
+        self._check_tokens([prompt], max_new_tokens)
         values = {"prompt": prompt, "max_new_tokens": max_new_tokens, "temperature": temperature}
         return self._call("_sample", client, **values)
 
     def save(self, client: str, name: str) -> str:
         """A PEFT folder, with the optimizer; returns its path."""
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ValueError(f"name is {name!r}, wanted letters, digits, _ and -")
+        if not re.fullmatch(r"[\w-]{1,64}", name):
+            raise ValueError(f"name is {name!r}, wanted up to 64 letters, digits, _ and -")
         return self._call("_save", client, name=name)
 
-    def _check_tokens(self, rows: list[list[int]]) -> None:
+    def _check_tokens(self, rows: list[list[int]], new: int = 0) -> None:
         vocabulary = self.model.config.vocab_size
+        # A batch is as long as its longest row.
+        longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if not rows or not all(rows):
             raise ValueError("there are no tokens")
         tokens = [token for row in rows for token in row]
-        if bad := [t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary]:
+        if bad := [t for t in tokens if type(t) is not int or not 0 <= t < vocabulary]:
             raise ValueError(f"token {bad[0]} is not an integer of 0 to {vocabulary - 1}")
+        if (most := max(map(len, rows)) + new) > longest:
+            raise ValueError(f"there are {most} tokens, wanted at most {longest}")
 
     def _call(self, kind: str, client: str, **values: Any) -> Any:
         return self.submit(kind, client, **values).result()
@@ -159,6 +169,9 @@ class Service:
                         continue
                 later.add(job.client)
             self._jobs = [job for job in self._jobs if job not in batch]
+        batch = [job for job in batch if job.done.set_running_or_notify_cancel()]
+        if not batch:
+            return
         try:
             results = getattr(self, first.kind)(batch)
         except Exception as error:
@@ -201,14 +214,20 @@ class Service:
                 found[n] = ValueError(f"a loss is not finite: {found[n]}; gradients are dropped")
         return found
 
-    def _optim_step(self, batch: list[Job]) -> list[None]:
+    def _optim_step(self, batch: list[Job]) -> list[Any]:
         self._set(batch, [])
+        found: list[Any] = []
         for job in batch:
-            optimizer = self.clients[job.client].optimizer
-            optimizer.param_groups[0]["lr"] = job.values["lr"]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [None] * len(batch)
+            client = self.clients[job.client]
+            grads = [p.grad for p in client.slot.parameters() if p.grad is not None]
+            finite = torch.nn.utils.get_total_norm(grads, math.inf).isfinite()
+            if finite:
+                client.optimizer.param_groups[0]["lr"] = job.values["lr"]
+                client.optimizer.step()
+            client.optimizer.zero_grad()
+            wrong = ValueError("a gradient is not finite; gradients are dropped")
+            found.append(None if finite else wrong)
+        return found
 
     @torch.no_grad()
     def _sample(self, batch: list[Job]) -> list[list[int]]:
@@ -226,8 +245,14 @@ class Service:
             pad_token_id=0,
             **({"temperature": temperature} if temperature else {}),
         )
-        new = found[:, most:].tolist()
-        return [row[: job.values["max_new_tokens"]] for job, row in zip(batch, new, strict=True)]
+        ends = self.model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        answers = []
+        for job, row in zip(batch, found[:, most:].tolist(), strict=True):
+            row = row[: job.values["max_new_tokens"]]
+            end = next((n + 1 for n, token in enumerate(row) if token in ends), None)
+            answers.append(row[:end])  # the batch goes on for others
+        return answers
 
     def _save(self, batch: list[Job]) -> list[str]:
         self._set(batch, [])

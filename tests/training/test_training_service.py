@@ -84,7 +84,7 @@ def test_calls_that_wait_share_a_batch(make):
 
 
 BAD = {
-    "rank": (lambda s, c: s.create(rank=5), "rank is 5, wanted 1 to 4"),
+    "rank": (lambda s, c: s.create(rank=5), "rank is 5, wanted an integer of 1 to 4"),
     "token": (
         lambda s, c: s.forward_backward(c, [[1, 256]]),
         "token 256 is not an integer of 0 to 255",
@@ -93,7 +93,17 @@ BAD = {
     "a word": (lambda s, c: s.forward_backward(c, [[1, 2]], [["one"]]), "could not convert"),
     "weights": (lambda s, c: s.forward_backward(c, [[1, 2]], [[1.0, 1.0]]), "weights are not as"),
     "lr": (lambda s, c: s.optim_step(c, lr=0), "lr is 0, wanted"),
-    "a path": (lambda s, c: s.save(c, "../law"), "name is '../law', wanted letters"),
+    "half a rank": (lambda s, c: s.create(rank=2.5), "rank is 2.5, wanted an integer of 1 to 4"),
+    "alpha": (lambda s, c: s.create(rank=2, alpha="nan"), "alpha is nan, wanted a number"),
+    "seed": (lambda s, c: s.create(rank=2, seed=2**64), "seed is .*, wanted an integer"),
+    "half a token": (lambda s, c: s.sample(c, [1], 2.5), "max_new_tokens is 2.5, wanted an int"),
+    "temperature": (
+        lambda s, c: s.sample(c, [1], temperature=float("nan")),
+        "temperature is nan, wanted 0, or 0.001 to 1000",
+    ),
+    "too many": (lambda s, c: s.sample(c, [1], 10**9), "1000000001 tokens, wanted at most 1024"),
+    "too long": (lambda s, c: s.forward_backward(c, [[1] * 1025]), "1025 tokens, wanted at most"),
+    "a path": (lambda s, c: s.save(c, "../law"), "name is '../law', wanted up to 64 letters"),
     "not finite": (
         lambda s, c: s.forward_backward(c, [[1, 2]], [[float("inf")]]),
         "a loss is not finite: .* gradients are dropped",
@@ -112,6 +122,32 @@ def test_bad_calls_are_refused(make, bad):
         service.optim_step("a7")
     losses = train(service, client, TEXTS[0], steps=2)
     assert losses[1] < losses[0]
+
+
+def test_a_client_does_not_disturb_others_of_its_batch(make):
+    """Its gradients that are not finite, its call that it cancels, its answer that ends earlier."""
+    service = make(slots=2, thread=False)
+
+    def run(*calls):
+        jobs = [service.submit(kind, client, **values) for kind, client, values in calls]
+        jobs[0].cancel() if calls[0][0] == "_save" else None
+        while service._jobs:
+            service.run()
+        return jobs
+
+    run(*(("_create", c, {"rank": 2, "alpha": None, "seed": n}) for n, c in enumerate("ab")))
+    for parameter in service.clients["a"].slot.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    one, two = run(("_optim_step", "a", {"lr": 1e-2}), ("_optim_step", "b", {"lr": 1e-2}))
+    assert "not finite" in str(one.exception()) and two.result() is None
+    cancelled, saved = run(("_save", "a", {"name": "a"}), ("_save", "b", {"name": "b"}))
+    assert cancelled.cancelled() and saved.result().endswith("b")
+    call = {"prompt": list(b"def f"), "max_new_tokens": 8, "temperature": 0.0}
+    (alone,) = run(("_sample", "a", call))
+    service.model.generation_config.eos_token_id = alone.result()[2]
+    both = run(("_sample", "a", call), ("_sample", "b", call | {"prompt": list(b"import os, s")}))
+    assert [job.result()[:3] for job in (alone, both[0])] == [both[0].result()] * 2
+    assert len(both[1].result()) == 8
 
 
 def test_over_http(make):
