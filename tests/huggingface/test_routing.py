@@ -134,6 +134,11 @@ BAD = {
         "with 2 experts each, and the forward has 27 tokens with 3",
     ),
     "expert": (lambda ids: ids + 60, "ids has expert 6. of"),
+    "None": (lambda ids: [None] * ROWS, "None, .* enable_return_routed_experts"),
+    "rows of floats": (lambda ids: list(ids.float()), "of float32, .* wanted integers .tokens"),
+    "no rows": (lambda ids: [], "ids is empty"),
+    "0 rows": (lambda ids: ids[:0], "ids is .0, 8, 1, 3. of int64, wanted integers"),
+    "several top_k": (lambda ids: [*ids[:2], ids[2, ..., :1]], "ids has .*wanted integers"),
 }
 
 
@@ -146,6 +151,16 @@ def test_other_routing_is_refused(bad):
     with pytest.raises(ValueError, match=why), mt.replay_routing(model, change(ids)):
         model(tokens)
     assert torch.equal(model(tokens).logits, wanted)
+
+
+def test_rows_that_tokens_do_not_divide_into_are_not_recorded():
+    model = load(qwen3)
+    tokens, _ = sampled(model)
+    with mt.record_routing(model, 2) as routing:
+        with pytest.raises(ValueError, match="rows is 2, and the forward has 27 tokens"):
+            model(tokens)
+    with pytest.raises(ValueError, match="no forward was recorded"):
+        routing.ids()
 
 
 def test_a_router_that_does_not_call_topk_is_refused(monkeypatch):

@@ -29,10 +29,15 @@ class Routing:
         self._calls: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def add(self, layer: int, ids: Tensor) -> None:
+        if len(ids) % self._rows:
+            raise ValueError(f"rows is {self._rows}, and the forward has {len(ids)} tokens")
         self._calls[layer].append(ids.view(self._rows, -1, ids.size(-1)))
 
     def ids(self) -> Tensor:
-        """All forwards so far, one after the other: (rows, tokens, layers, top_k), int64."""
+        """All forwards so far, one after the other: (rows, tokens, layers, top_k), int64.
+        ValueError if there were none."""
+        if not all(self._calls):
+            raise ValueError("no forward was recorded")
         return torch.stack([torch.cat(calls, 1) for calls in self._calls], 2)
 
 
@@ -50,7 +55,8 @@ def record_routing(model: nn.Module, rows: int) -> Iterator[Routing]:
     Raises
     ------
     ValueError
-        The model has no experts, or `rows` is no count.
+        The model has no experts, or `rows` is no count; in the forward: its tokens are not as many
+        for each of `rows`.
     RuntimeError
         In the forward: a router does not choose by one `torch.topk` of all experts.
     """
@@ -94,13 +100,22 @@ def replay_routing(model: nn.Module, ids: Tensor | Sequence[Any]) -> Iterator[No
     """
     blocks = _blocks(model)
     if not isinstance(ids, Tensor):
-        each = [torch.as_tensor(row).long() for row in ids]
+        if not len(ids) or any(row is None for row in ids):
+            raise ValueError(
+                "ids is empty or has a row that is None, wanted an array of each row: vLLM returns "
+                "them under enable_return_routed_experts"
+            )
+        each = [torch.as_tensor(row) for row in ids]
+        if any(row.is_floating_point() or row.shape[1:] != each[0].shape[1:] for row in each):
+            got = ", ".join(f"{tuple(row.shape)} of {str(row.dtype)[6:]}" for row in each[:8])
+            raise ValueError(f"ids has {got}, wanted integers (tokens, layers, top_k) in each")
+        each = [row.long() for row in each]
         ids = nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=-1)
     every = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     if ids.dim() == 4 and ids.size(2) == every:
         numbers = [[int(p) for p in name.split(".") if p.isdigit()] for name, *_ in blocks]
         ids = ids[:, :, [number[0] for number in numbers]]
-    if ids.dim() != 4 or ids.size(2) != len(blocks) or ids.is_floating_point():
+    if ids.dim() != 4 or ids.size(2) != len(blocks) or ids.is_floating_point() or not len(ids):
         raise ValueError(
             f"ids is {tuple(ids.shape)} of {str(ids.dtype)[6:]}, wanted integers (rows, tokens, "
             f"{len(blocks)} layers, top_k)"
