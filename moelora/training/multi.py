@@ -141,10 +141,11 @@ class MultiLoraExperts(nn.Module):
         self.adapters: Tensor | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> MultiLoraExperts:
-        scalings = self.lora_scalings
+        buffers: Any = self._buffers
+        scalings = buffers["lora_scalings"]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # of torch
-        if self.lora_scalings.dtype != torch.float32:
-            self.lora_scalings = scalings.to(self.lora_scalings.device)
+        if (moved := buffers["lora_scalings"]).dtype != torch.float32:
+            buffers["lora_scalings"] = scalings.to(moved.device)
         for name in FACTORS:  # each parameter has moved by itself
             moved = [getattr(slot, name) for slot in self.slots]
             if any(hasattr(p, "placements") or p.dtype != torch.float32 for p in moved):
@@ -180,7 +181,8 @@ class MultiLoraExperts(nn.Module):
         Raises
         ------
         ValueError
-            The number of rows is not a multiple of that of `adapters`, or as `fused_experts_lora`.
+            `adapters` has no integers, the number of rows is not a multiple of that of `adapters`,
+            or as `fused_experts_lora`.
         """
         w13, w2 = (
             replace(self._tiles[n], data=getattr(self, n)) if n in self._tiles else getattr(self, n)  # type: ignore[type-var]
@@ -189,6 +191,7 @@ class MultiLoraExperts(nn.Module):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         lora: dict[str, Any] = {}
         if (adapters := self.adapters if adapters is None else adapters) is not None:
+            _check_index(adapters)
             count = adapters.numel()
             if count == 0 or len(rows) % count:
                 raise ValueError(
@@ -254,6 +257,13 @@ class _Joined(torch.autograd.Function):
         return None, *grad.unbind(0)
 
 
+def _check_index(adapters: object) -> None:
+    if not isinstance(adapters, Tensor):
+        raise ValueError(f"adapters is a {type(adapters).__name__}, wanted a tensor of integers")
+    if adapters.is_floating_point() or adapters.is_complex() or adapters.dtype == torch.bool:
+        raise ValueError(f"adapters has dtype {adapters.dtype}, wanted integers")
+
+
 def set_adapters(model: nn.Module, adapters: Tensor | None) -> None:
     """Set the adapters of all `MultiLoraExperts` of a model, until the next call.
 
@@ -262,7 +272,16 @@ def set_adapters(model: nn.Module, adapters: Tensor | None) -> None:
     adapters : Tensor, integers, or None
         The slot of each row or sequence of the batches that follow, -1 for none; None: no adapters.
         A backward with activation checkpointing runs forwards again: set others only after it.
+
+    Raises
+    ------
+    ValueError
+        `adapters` has no integers, or the model has no `MultiLoraExperts`.
     """
-    for module in model.modules():
-        if isinstance(module, MultiLoraExperts):
-            module.adapters = adapters
+    if adapters is not None:
+        _check_index(adapters)
+    found = [module for module in model.modules() if isinstance(module, MultiLoraExperts)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MultiLoraExperts")
+    for module in found:
+        module.adapters = adapters

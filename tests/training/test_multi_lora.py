@@ -341,6 +341,16 @@ BAD = {
         lambda m: m(*batch([0], [0])[:3], torch.zeros(2, dtype=torch.int32)),
         "adapters has 2 numbers for 5 rows",
     ),
+    "a list": (lambda m: set_adapters(m, [0]), "adapters is a list, wanted a tensor of integers"),
+    "floats": (
+        lambda m: m(*batch([0], [0])[:3], torch.zeros(5)),
+        "adapters has dtype torch.float32, wanted integers",
+    ),
+    "a mask": (lambda m: set_adapters(m, torch.ones(5).bool()), "dtype torch.bool, wanted int"),
+    "no slots": (
+        lambda m: set_adapters(torch.nn.Linear(2, 2), torch.tensor([0])),
+        "Linear has no MultiLoraExperts",
+    ),
     "shapes": (
         lambda m: MultiLoraExperts(m.w13, m.w13, slots=1, max_rank=1),
         "w13 and w2 are .* wanted",
