@@ -100,6 +100,26 @@ def test_what_bitsandbytes_itself_has_saved(tmp_path):
     assert loaded(IDS).logits.isfinite().all()
 
 
+def test_experts_are_rounded_in_a_model_that_bitsandbytes_has_loaded(tmp_path):
+    """Linear layers stay those of bitsandbytes, as docs/training.md has it for QLoRA."""
+    linear = pytest.importorskip("bitsandbytes.nn").Linear4bit
+    model = plain(tmp_path, "qwen3_moe")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.bfloat16
+    )
+    moelora_hf.load_quantized_experts(loaded, tmp_path, experts="nf4")
+    assert isinstance(loaded.model.layers[0].self_attn.q_proj, linear)
+    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
+        dense = moelora_hf.moe_layers(model)[name][0].down_proj
+        expected = moelora.QuantizedWeights.from_dense(dense, "nf4").unpack()
+        assert torch.equal(module.down_proj.weights.unpack(), expected)
+    assert loaded(IDS).logits.isfinite().all()
+    message = "quantization_config is a BitsAndBytesConfig, wanted none; experts=.nf4. rounds"
+    refused(tmp_path, message, quantization_config=config)
+    refused(tmp_path, "quant_method is None, .*experts=.nf4.", NotImplementedError)
+
+
 def stacked(folder, kind, **options):
     """A folder of bfloat16 whose experts' parameters bitsandbytes has replaced; its model."""
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")

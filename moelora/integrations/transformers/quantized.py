@@ -94,6 +94,12 @@ def load_quantized(
     """
     if "torch_dtype" in options:
         raise ValueError(f"torch_dtype is {options['torch_dtype']!r:.80}, wanted none; use dtype")
+    if "quantization_config" in options:
+        raise ValueError(
+            f"quantization_config is a {type(options['quantization_config']).__name__}, wanted "
+            'none; experts="nf4" rounds experts of 16 bits, and load_quantized_experts those of a '
+            "model that from_pretrained has quantized"
+        )
     _check_dtype("dtype", dtype)
     for name in OF_FILES:
         if options.get(name) not in (None, True, ""):
@@ -160,7 +166,7 @@ def load_quantized_experts(
         As of `load_quantized`.
     dtype : torch.dtype, optional
         bfloat16 or float16, by default that of the experts' parameters.
-    activations, dequantize
+    activations, dequantize, experts
         As of `load_quantized`.
 
     Raises

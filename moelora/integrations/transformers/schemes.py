@@ -57,6 +57,8 @@ def refuse_method(method: Any) -> NoReturn:
     why = OTHERS.get(method, "") if isinstance(method, str) else ""
     if ENABLE not in why:
         way_out = f"quantize the experts to {KEPT}, or load the model in bfloat16 {ENABLE}"
+        if method is None:
+            way_out = f'round the experts (experts="nf4"), {way_out}'
         why = f"{why}; {way_out}" if why else way_out
     known = ", ".join(METHODS)
     raise NotImplementedError(f"quant_method is {method!r:.80}, wanted {known}; {why}")
