@@ -163,7 +163,7 @@ class LoraSlot(Trained):
                 factor.parameter.grad = padded_like(factor.parameter, of["gradient"])
 
     def take(self, optimizer: Optimizer | None = None) -> Held:
-        """`read`, and free the slot: its parameters become 0, the state of `optimizer` goes."""
+        """`read`, then `close`, and drop the state that `optimizer` has of the slot."""
         held = self.read(optimizer)
         if optimizer is not None:
             for parameter in self.parameters():
@@ -221,7 +221,8 @@ class LoraSlot(Trained):
         return peft_tensors(self._now(host), self.layers, {}, copy=host)
 
     def close(self) -> None:
-        """Free the slot: its rows are those of the base model. Parameters become 0."""
+        """Free the slot: its rows are those of the base model, its parameters 0. Optimizers keep
+        their state: `take(optimizer)` drops it."""
         with torch.no_grad():
             for module in self._modules.values():
                 for parameter in module.slots[self.slot].parameters():

@@ -36,7 +36,7 @@ def _codes(kernel: str) -> tuple[float, ...]:
 
 
 def _nearest(x: Tensor, codes: Sequence[float]) -> Tensor:
-    """Codes (uint8) of the nearest numbers, the first of those that stand for the same."""
+    """Codes (uint8) of the nearest numbers, the first where several codes have the same number."""
     first = {number: codes.index(number) for number in sorted(codes)}
     numbers, order = (torch.tensor([*each], device=x.device) for each in (first, first.values()))
     return order.to(torch.uint8)[torch.bucketize(x, (numbers[1:] + numbers[:-1]) / 2)]

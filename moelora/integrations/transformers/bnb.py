@@ -13,7 +13,7 @@ from moelora.weights import QuantizedWeights
 from moelora.weights.bnb import PARTS as BESIDE
 from moelora.weights.bnb import STATE, tensor_of
 
-PREFIX = "weight."  # a weight's statistics are called after it
+PREFIX = "weight."  # names of a weight's statistics begin with it
 PARTS = frozenset(f"{PREFIX}{part}" for part in BESIDE)
 
 

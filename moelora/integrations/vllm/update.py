@@ -362,7 +362,7 @@ def manager_of(worker: Any) -> Any:
 
 def _check(inner: Any, model: Any) -> None:
     """ValueError unless merged factors are whole, finite, and fit the stacks of their modules:
-    vLLM copies a smaller one into a part of a slot."""
+    of a smaller one vLLM would fill a part of the slot, without an error."""
     if not model.loras:
         raise ValueError("it has no factors")
     limit, used, names, factors = inner.lora_config.max_lora_rank, set(), [], []
@@ -460,7 +460,7 @@ def _tensors_of(
         return from_local_checkpoint(path, *args, **named)
     tensors = _copies(_reading[path][1], named.get("dtype"))
     devices = {tensor.device for tensor in tensors.values()}
-    if len(devices) == 1:  # on a GPU they stay there, so that slots are written at its rate
+    if len(devices) == 1:  # tensors on a GPU stay there: writing a slot copies within it
         named["device"] = str(devices.pop())
     taken = inspect.signature(LoRAModel.from_lora_tensors).parameters
     return LoRAModel.from_lora_tensors(
