@@ -288,13 +288,24 @@ class LoraSlot(Trained):
 
     @torch.no_grad()
     def _write(self, adapter: Adapter) -> None:
-        """Write an adapter to the slot, whose parameters are 0."""
+        """Write an adapter to the slot; what it lacks becomes 0. ValueError before anything is."""
         others = [*(adapter.experts.keys() - self.layers.keys()), *adapter.linears]
         if others:
             raise ValueError(
                 f"the adapter has factors of {others[0]}, wanted those of {list(self.layers)}"
             )
         found = {n: whole_pairs(self.layers[n], pairs) for n, pairs in adapter.experts.items()}
+        for name, pairs in found.items():
+            layer = self.layers[name]
+            for projection, pair in pairs.items():
+                wide, tall = layer.shape(projection)
+                sizes = pair.a.shape[-1], pair.b.shape[-2], {len(pair.a), len(pair.b)}
+                if sizes[:2] != (wide, tall) or not sizes[2] <= {1, layer.num_experts}:
+                    raise ValueError(
+                        f"the adapter's {projection} of {name} is {tuple(pair.a.shape)} and "
+                        f"{tuple(pair.b.shape)}, wanted {wide} columns of A, {tall} rows of B and "
+                        f"{layer.num_experts} experts"
+                    )
         rank = max((pair.rank for pairs in found.values() for pair in pairs.values()), default=1)
         if rank > self.max_rank:
             raise ValueError(f"the adapter has rank {rank}, wanted at most {self.max_rank}")

@@ -370,6 +370,17 @@ def test_refusals_write_nothing(bad):
     assert not any(p.any() for p in LoraSlot(module, 0).parameters()) or bad == "twice"
 
 
+@pytest.mark.parametrize("e, i", [(E, 2 * I), (E, I // 2), (2 * E, I)])
+def test_an_adapter_of_other_sizes_is_refused(e, i):
+    module = experts("16 bits", "cpu")
+    held = opened(module, 0, 0).take()
+    other = MultiLoraExperts(torch.ones(e, 2 * i, K), torch.ones(e, K, i), slots=1, max_rank=16)
+    slot = LoraSlot(other, 0)
+    with pytest.raises(ValueError, match="the adapter's .* of experts is .*, wanted"):
+        slot.put(held)
+    assert not slot.is_open and not any(p.any() for p in slot.parameters())
+
+
 def test_another_optimizer_leaves_the_slot_free():
     module = experts("16 bits", "cpu")
     slot = opened(module, 0, 0)
