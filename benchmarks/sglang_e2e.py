@@ -145,10 +145,7 @@ class Bench(jobs.Bench):
         return found + judge(self.said, ours, theirs)
 
     def write(self):
-        return super().write(
-            sglang=jobs.version("sglang"),
-            server_options=" ".join(self.common()),
-        )
+        return super().write(sglang=jobs.version("sglang"), server_options=" ".join(self.common()))
 
 
 def main(argv=None):

@@ -40,12 +40,7 @@ def check(engine):
     mixed = [[None] * count for _ in who]
     for (i, j), reply in zip(order, replies, strict=True):
         mixed[i][j] = reply
-    return {
-        "names": ["base", *engine.names],
-        "prompts": prompts,
-        "alone": alone,
-        "mixed": mixed,
-    }
+    return {"names": ["base", *engine.names], "prompts": prompts, "alone": alone, "mixed": mixed}
 
 
 def differences(a, b):

@@ -130,10 +130,7 @@ def _path(source: str | Path) -> Path:
 
 @contextmanager
 def _open(
-    folder: Path,
-    layers: Sequence[MoELayer],
-    linears: Sequence[LinearLayer],
-    layout: Layout | None,
+    folder: Path, layers: Sequence[MoELayer], linears: Sequence[LinearLayer], layout: Layout | None
 ) -> Iterator[_Reader]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")

@@ -59,10 +59,7 @@ class Model:
 
 
 def fates(
-    engine: Engine,
-    model: Model,
-    shapes: Mapping[str, tuple[int, ...]],
-    config: Mapping[str, Any],
+    engine: Engine, model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 ) -> list[Fate]:
     """What `engine` does with all tensors of adapter_model.safetensors, by name and shape, and the
     content of adapter_config.json."""

@@ -18,9 +18,7 @@ def check_parts(adapter: Adapter) -> None:
 
 
 def check_experts(
-    adapter: Mapping[str, Mapping[Projection, Pair]],
-    layers: Mapping[str, MoELayer],
-    max_rank: int,
+    adapter: Mapping[str, Mapping[Projection, Pair]], layers: Mapping[str, MoELayer], max_rank: int
 ) -> None:
     """ValueError names the layer and projection that do not fit."""
     for name, pairs in adapter.items():

@@ -63,11 +63,7 @@ class Reader:
             return adapter
 
     def peek(
-        self,
-        name: str,
-        folder: str | Path,
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
+        self, name: str, folder: str | Path, config: Mapping[str, Any] | None, layout: Layout | None
     ) -> None:
         """Refuse a folder whose configuration or header shows that it does not fit the pool."""
         with _errors_of(name, folder):
@@ -80,11 +76,7 @@ class Reader:
             self._slots.experts.check_info(info)
 
     def stage(
-        self,
-        name: str,
-        source: Given,
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
+        self, name: str, source: Given, config: Mapping[str, Any] | None, layout: Layout | None
     ) -> Staged:
         """An adapter in the dtypes of its stacks."""
         if not isinstance(source, Adapter):

@@ -110,10 +110,7 @@ class Streams:
         return torch.cuda.current_stream(device).record_event()
 
     def run(
-        self,
-        device: torch.device,
-        copy: Callable[[], None],
-        after: torch.cuda.Event | None = None,
+        self, device: torch.device, copy: Callable[[], None], after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event | None:
         """Run `copy` on the stream of copies of `device`, which waits for `after`; the event after
         it, None on a CPU."""

@@ -22,14 +22,7 @@ from functools import partial
 
 import torch
 
-from moelora.adapters.held import (
-    Change,
-    Lineage,
-    Loaded,
-    Reservation,
-    Residents,
-    Unwritten,
-)
+from moelora.adapters.held import Change, Lineage, Loaded, Reservation, Residents, Unwritten
 from moelora.adapters.host import Host, Source, Visit
 from moelora.adapters.slots import Slots, Staged
 

@@ -46,10 +46,7 @@ class Factors:
 
 
 def normal(
-    shape: tuple[int, ...],
-    std: float,
-    generator: Generator,
-    dtype: torch.dtype = torch.bfloat16,
+    shape: tuple[int, ...], std: float, generator: Generator, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Random values, drawn in pieces to avoid a float32 copy of a large stack.
 

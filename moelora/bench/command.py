@@ -94,10 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
     add("--quick", action="store_true", help=about)
-    add(
-        "--baselines",
-        help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)",
-    )
+    add("--baselines", help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)")
     add("--variant", help="force this kernel variant (default: what the plan says)")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     about = "plan as for this compute capability, e.g. 80 (default: $MOELORA_MAX_CC or this GPU's)"

@@ -5,7 +5,7 @@ from typing import cast
 
 from moelora.bench.formats import FORMATS
 from moelora.operators.experts import ACTIVATIONS, Activation
-from moelora.weights.fp8 import GateUp
+from moelora.weights.readers import GateUp
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,7 @@ ENTRIES = {
         "topk_weights : Tensor, shape (M, top_k)",
         "Routing weights; cast to float32 if they are not.",
     ),
-    "topk_ids": (
-        "topk_ids : Tensor, shape (M, top_k), int32 or int64",
-        "Experts of each token.",
-    ),
+    "topk_ids": ("topk_ids : Tensor, shape (M, top_k), int32 or int64", "Experts of each token."),
     "token_lora_mapping": (
         "token_lora_mapping : Tensor, shape (M,), int32 or int64",
         "Adapter slot of each token, -1 for none.",
@@ -77,10 +74,7 @@ ENTRIES = {
         "of factors are in the dtype of `x` or in float32, of any strides whose last is 1; that of "
         "`topk_weights` is float32; that of `x` has its shape.",
     ),
-    "accumulate": (
-        "accumulate : bool",
-        "Add to the gradients of factors and biases in `grads`.",
-    ),
+    "accumulate": ("accumulate : bool", "Add to the gradients of factors and biases in `grads`."),
     "projection_pairs": (
         "pairs : Tensor, shape (max_loras, E), int32, optional",
         "Gradients of factors in `grads` are sparse, as those of `fused_experts_lora_backward`.",

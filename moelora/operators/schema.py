@@ -86,8 +86,7 @@ OF_LAYER = Backward(
     ("gate_up", "w13_shrink", "w2_shrink"),
 )
 OF_PROJECTION = Backward(
-    "fused_moe_lora_gemm_backward",
-    {"x": 1, "topk_weights": 1, "lora_a": 4, "lora_b": 4, "bias": 1},
+    "fused_moe_lora_gemm_backward", {"x": 1, "topk_weights": 1, "lora_a": 4, "lora_b": 4, "bias": 1}
 )
 # The backward of each operator that autograd records.
 BACKWARDS = {

@@ -29,11 +29,7 @@ from moelora.reference.backward import (
     naive_fused_experts_lora_backward,
     naive_fused_moe_lora_gemm_backward,
 )
-from moelora.reference.delta import (
-    moe_lora_align_lists_ref,
-    moe_lora_delta_ref,
-    run_moe_lora_ref,
-)
+from moelora.reference.delta import moe_lora_align_lists_ref, moe_lora_delta_ref, run_moe_lora_ref
 from moelora.reference.layer import (
     activate,
     fused_experts_lora_ref,

@@ -12,15 +12,13 @@ from moelora.operators.storage import check_held
 from moelora.weights.readers import (
     SCALES,
     Checkpoint,
+    GateUp,
     Numbers,
     Packable,
     PerExpert,
     Stack,
     XFormat,
     check_scales,
-)
-from moelora.weights.readers import (
-    GateUp as GateUp,
 )
 
 TILE = 64  # rows of a tile

@@ -89,14 +89,8 @@ ABOUT = {
     "grouped_mm": "torch's grouped GEMM: twice for the base, six times more for adapters",
     "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
 }
-DEFAULTS = {
-    "cuda": ["separate", "vllm", "grouped_mm", "loop"],
-    "cpu": ["loop", "transformers"],
-}
-DEFAULTS_OF_QUANTIZED = {
-    "cuda": ["unpacked"],
-    "cpu": ["unpacked", "unpacking"],
-}
+DEFAULTS = {"cuda": ["separate", "vllm", "grouped_mm", "loop"], "cpu": ["loop", "transformers"]}
+DEFAULTS_OF_QUANTIZED = {"cuda": ["unpacked"], "cpu": ["unpacked", "unpacking"]}
 
 
 def require(condition: object, why: str) -> None:

@@ -51,11 +51,7 @@ from moelora.integrations.transformers.calls import take_adapter_names
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.linears import plain_name
-from moelora.integrations.transformers.parallel import (
-    multiply_locally,
-    ranks_of,
-    stop_travelling,
-)
+from moelora.integrations.transformers.parallel import multiply_locally, ranks_of, stop_travelling
 from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
 

@@ -29,23 +29,12 @@ from typing import Any
 import torch
 
 from moelora import _C
-from moelora.integrations import (
-    reason_against_build,
-    reason_against_device,
-    shown,
-    switched_off,
-)
+from moelora.integrations import reason_against_build, reason_against_device, shown, switched_off
 from moelora.integrations.sglang import interface
 from moelora.integrations.sglang.layer import MoeLoraRunner, experts_with_lora, reason_against
 from moelora.integrations.sglang.legacy import LegacyRunner, reason_against_layer
 
-__all__ = [
-    "LegacyRunner",
-    "MoeLoraRunner",
-    "experts_with_lora",
-    "reason_against",
-    "register",
-]
+__all__ = ["LegacyRunner", "MoeLoraRunner", "experts_with_lora", "reason_against", "register"]
 
 SWITCH = "MOELORA_SGLANG"
 BASE_PATH = "_base_run_moe_core"  # what a layer of `triton_v2` calls for a batch without adapters

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.integrations.sglang.quantized import (
-    Tiles,
-    device_of,
-    kind_of,
-    reason_against_weights,
-)
+from moelora.integrations.sglang.quantized import Tiles, device_of, kind_of, reason_against_weights
 from moelora.operators.call import typed, weights_or_absent
 from moelora.operators.experts import Activation, fused_experts_lora
 from moelora.operators.storage import check_held
@@ -130,12 +125,7 @@ class MoeLoraRunner:
 
     @classmethod
     def from_layer(
-        cls,
-        base_layer: Any,
-        *,
-        workspace: Any = None,
-        is_shared_outer: bool,
-        physical_rank: int,
+        cls, base_layer: Any, *, workspace: Any = None, is_shared_outer: bool, physical_rank: int
     ) -> MoeLoraRunner:
         """Runner of a layer; NotImplementedError if `reason_against` returns a reason.
 

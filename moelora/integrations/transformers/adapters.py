@@ -13,11 +13,7 @@ import torch
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.columns import Layout
 from moelora.adapters.names import check_name
-from moelora.integrations.transformers.calls import (
-    IMPLEMENTATION,
-    no_adapters,
-    take_adapter_names,
-)
+from moelora.integrations.transformers.calls import IMPLEMENTATION, no_adapters, take_adapter_names
 from moelora.integrations.transformers.deltas import install, uninstall
 from moelora.integrations.transformers.experts import activation_of, lay_out
 from moelora.integrations.transformers.fp8 import pack_loaded
@@ -37,11 +33,7 @@ from moelora.integrations.transformers.parallel import (
     ranks_of,
     stop_travelling,
 )
-from moelora.integrations.transformers.projection import (
-    expert_weights,
-    is_loaded_fp8,
-    not_packed,
-)
+from moelora.integrations.transformers.projection import expert_weights, is_loaded_fp8, not_packed
 from moelora.integrations.transformers.serving import Serving
 from moelora.integrations.transformers.sizing import (
     Targets,

@@ -56,9 +56,7 @@ def empty_model(config: Any) -> PreTrainedModel:
     return model
 
 
-def empty_layers(
-    config: Any,
-) -> tuple[PreTrainedModel, dict[str, MoELayer], dict[str, Linear]]:
+def empty_layers(config: Any) -> tuple[PreTrainedModel, dict[str, MoELayer], dict[str, Linear]]:
     """`empty_model`, its layers of experts, without which it may be, and its other layers."""
     model = empty_model(config)
     try:

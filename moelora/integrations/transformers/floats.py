@@ -129,9 +129,7 @@ def tensor_group(method: str, has_inputs: bool) -> Scheme:
 
 
 def _nvfp4_of_compressed(
-    weight_packed: Tensor,
-    weight_scale: Tensor,
-    weight_global_scale: Tensor,
+    weight_packed: Tensor, weight_scale: Tensor, weight_global_scale: Tensor
 ) -> Tensor:
     """e2m1 (N, K / 2) times an e4m3 scale for 16 columns over the tensor's (compressed-tensors)."""
     _tensor_scale("weight_global_scale", weight_global_scale, 1 / weight_global_scale.float())

@@ -42,10 +42,7 @@ OTHER_LAYOUTS = ("deepgemm_megamoe",)  # rearranges weights on first call
 
 
 def fp8_experts_forward(
-    self: Experts,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """`experts_forward` of packed FP8 experts; raises RuntimeError if they are not packed."""
     if not is_quantized(self):

@@ -31,9 +31,7 @@ Linears: TypeAlias = "dict[tuple[str, int, int], str]"
 
 
 def expert_linears(
-    model: PreTrainedModel,
-    layers: Mapping[str, tuple[Experts, MoELayer]],
-    names: Iterable[str],
+    model: PreTrainedModel, layers: Mapping[str, tuple[Experts, MoELayer]], names: Iterable[str]
 ) -> dict[str, Linears]:
     """Finds, for each of `layers`, the linear layers of its experts among `names`.
 

@@ -141,9 +141,7 @@ def served_of(
 
 
 def others_of(
-    experts: Mapping[str, tuple[Experts, MoELayer]],
-    linears: Mapping[str, Linear],
-    served: set[str],
+    experts: Mapping[str, tuple[Experts, MoELayer]], linears: Mapping[str, Linear], served: set[str]
 ) -> dict[MoELayer | LinearLayer, str]:
     """The layers without factors in the pool, and why."""
     none = "which this pool has no room for; name it in targets= of load_adapters"

@@ -36,13 +36,7 @@ SWITCH = "MOELORA_VLLM"
 OWN_PATH = "vLLM's own path runs"
 UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
 
-__all__ = [
-    "pack_adapters",
-    "register",
-    "share_tensors",
-    "update_adapters",
-    "update_adapters_async",
-]
+__all__ = ["pack_adapters", "register", "share_tensors", "update_adapters", "update_adapters_async"]
 
 log = logging.getLogger("vllm.moelora")  # below "vllm", whose handlers print it
 _said: set[str] = set()

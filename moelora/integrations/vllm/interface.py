@@ -129,9 +129,7 @@ LINEAR = Interface(
 )
 
 # Where adapter configurations are loaded.
-CONFIGS = Interface(
-    called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}},
-)
+CONFIGS = Interface(called={"vllm.lora.peft_helper": {"PEFTHelper.from_dict": "config_dict"}})
 
 # What `update_adapters` calls and replaces.
 UPDATES = Interface(

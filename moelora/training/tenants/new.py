@@ -9,14 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moelora.adapters.layers import (
-    Adapter,
-    LinearLayer,
-    LinearPair,
-    MoELayer,
-    Pair,
-    Projection,
-)
+from moelora.adapters.layers import Adapter, LinearLayer, LinearPair, MoELayer, Pair, Projection
 from moelora.adapters.names import is_called
 
 
