@@ -91,10 +91,6 @@ def _requires(value: Any) -> bool:
     return getattr(value, "requires_grad", False)
 
 
-def _is_leaf(value: Any) -> bool:
-    return _requires(value) and value.is_leaf
-
-
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
@@ -124,13 +120,11 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
         _refuse(op, args, _requires, dict.fromkeys(names_of(op), NO_TRANSFORM))
     counts = [len(a) if isinstance(a, list) else -1 for a in args]
     pairs = _pairs_of(op, args)
-    _refuse(op, args[: len(_written[op])], _is_leaf, {"out": LEAF})
+    _refuse(op, args[: len(_written[op])], lambda t: _requires(t) and t.is_leaf, {"out": LEAF})
     is_layer = name == "fused_experts_lora"  # its saving form returns what the backward needs
     recorded = OPERATORS.fused_experts_lora_saving.default if is_layer else op
     results = _Recorded.apply(recorded, is_layer, pairs, args, counts, *_flat(args))  # type: ignore[no-untyped-call]
-    if _written[op]:
-        return None
-    return results[0] if is_layer else results
+    return None if _written[op] else results[0] if is_layer else results
 
 
 def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
@@ -149,12 +143,8 @@ def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:
         return None  # the operator refuses them by name; torch would broadcast, or read address 0
     w = given.get("w", given.get("w13"))
     experts = given["num_experts"] if w is None else w.size(0)
-    return Pairs(
-        ids,
-        mapping,
-        (factors[0].size(0), experts),
-        None if is_absent(given["expert_map"]) else given["expert_map"],
-    )
+    expert_map = None if is_absent(given["expert_map"]) else given["expert_map"]
+    return Pairs(ids, mapping, (factors[0].size(0), experts), expert_map)
 
 
 NONE = "there is no backward: call it under torch.no_grad(), or pass {name}.detach()"
@@ -203,8 +193,7 @@ def _count_writes(op: Any, args: Sequence[Any]) -> None:
     """Bump version counters, as any in-place operator must: a backward that saved the tensor then
     notices.
     """
-    written = _written[op]
-    if written:
+    if written := _written[op]:
         torch.autograd.graph.increment_version(_flat([args[i] for i in written]))
 
 

@@ -4,19 +4,20 @@ Everything is a loop over routed rows on the CPU. `dtype` is that of every step:
 mathematical value, the compute dtype the result of rounding after each product; their difference
 shows the accuracy that a dtype allows.
 
-A row is `None` (no adapter, or skipped) or `(expert, adapter)`; rows come from routing or from
-vLLM's lists.
+A row is `None` (no adapter, or skipped) or `(expert, adapter)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelora.operators.call import factor_list
 from moelora.reference.align import align_max_blocks_ref, moe_align_block_size_ref
+from moelora.reference.layer import activate
 from moelora.reference.routing import (
     Factors,
     active_adapter,
@@ -52,32 +53,6 @@ def rows_of_routing(
     )
     pairs = ((e, a) for row, a in zip(experts, adapters, strict=True) for e in row)
     return [None if min(pair) < 0 else pair for pair in pairs]
-
-
-def rows_of_lists(
-    num_rows: int,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    lora_ids: Tensor,
-    num_active: int,
-    block_size: int,
-    num_experts: int,
-    adapter_enabled: Tensor | None = None,
-) -> Rows:
-    """The same, from vLLM's lists of blocks."""
-    rows: Rows = [None] * num_rows
-    max_loras, enabled = sorted_token_ids.size(0), optional_list(adapter_enabled)
-    for adapter in lora_ids.tolist()[:num_active]:
-        if active_adapter(adapter, max_loras, enabled) < 0:
-            continue
-        used = min(int(num_tokens_post_padded[adapter]), sorted_token_ids.size(1))
-        for at in range(used):
-            expert = int(expert_ids[adapter, at // block_size])
-            row = int(sorted_token_ids[adapter, at])
-            if 0 <= expert < num_experts and 0 <= row < num_rows:
-                rows[row] = (expert, adapter)
-    return rows
 
 
 def shrink_ref(
@@ -170,10 +145,9 @@ def moe_lora_delta_ref(
     )
     top_k = topk_ids.size(1)
     x = x.flatten(0, 1) if x.dim() == 3 else x
-    h = shrink_ref(
-        x, a, rows, top_k, lora_ranks=lora_ranks, lora_scalings=lora_scalings, dtype=dtype
-    )
-    z = expand_ref(h, b, rows, lora_ranks=lora_ranks, dtype=dtype)
+    options: Any = {"lora_ranks": lora_ranks, "dtype": dtype}
+    h = shrink_ref(x, a, rows, top_k, lora_scalings=lora_scalings, **options)
+    z = expand_ref(h, b, rows, **options)
     if mul_routed_weight:
         assert topk_weights is not None, "mul_routed_weight needs topk_weights"
         z = weighted(z, topk_weights)
@@ -205,25 +179,12 @@ def run_moe_lora_ref(
         lora_ranks=lora_ranks,
         adapter_enabled=adapter_enabled,
     )
-    h = shrink_ref(hidden_states, gate_up_a, rows, top_k, lora_ranks=lora_ranks, dtype=dtype)
-    activated = silu_and_mul_ref(expand_ref(h, gate_up_b, rows, lora_ranks=lora_ranks, dtype=dtype))
-    h = shrink_ref(
-        activated.flatten(0, 1),
-        down_a,
-        rows,
-        top_k,
-        lora_ranks=lora_ranks,
-        lora_scalings=scalings,
-        dtype=dtype,
-    )
-    z = weighted(expand_ref(h, down_b, rows, lora_ranks=lora_ranks, dtype=dtype), topk_weights)
+    options: Any = {"lora_ranks": lora_ranks, "dtype": dtype}
+    h = shrink_ref(hidden_states, gate_up_a, rows, top_k, **options)
+    activated = activate(expand_ref(h, gate_up_b, rows, **options), "silu").flatten(0, 1)
+    h = shrink_ref(activated, down_a, rows, top_k, lora_scalings=scalings, **options)
+    z = weighted(expand_ref(h, down_b, rows, **options), topk_weights)
     return z.sum(1), active_rows(rows, top_k).any(1)
-
-
-def silu_and_mul_ref(z: Tensor) -> Tensor:
-    """silu of the first half of the columns, times the second half."""
-    gate, up = z.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def moe_lora_align_lists_ref(

@@ -60,10 +60,8 @@ def quantized(x: Tensor, weights: QuantizedWeights, dtype: torch.dtype) -> Tenso
     by the inverse of that of its group or of all, in float32, and rounded to the nearest even;
     values beyond 448 saturate, and NaN stays NaN.
     """
-    device, x = (
-        x.device,
-        x.to(dtype).float().cpu(),
-    )  # division by a scalar rounds differently on a GPU
+    device = x.device
+    x = x.to(dtype).float().cpu()  # division by a scalar rounds differently on a GPU
     scale, size = _scales(x, weights)
     groups = torch.nn.functional.pad(x, (0, -x.size(-1) % size)).unflatten(-1, (-1, size))
     divided = groups / scale if weights.x_format == "token" else groups * (1 / scale)

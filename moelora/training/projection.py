@@ -93,14 +93,10 @@ def fused_moe_lora_gemm_backward(
     """
     args, last = projection_arguments(x, w, topk_weights, topk_ids, **OPTIONS.values(options))
     given = by_name(operators.fused_moe_lora_gemm.default, (*args, *last)) | {"num_experts": 0}
+    given |= {"grad_out": grad_out}
+    leaves = {"x": x, "topk_weights": topk_weights, **options}
     return _gradients(
-        given | {"grad_out": grad_out},
-        {"x": x, "topk_weights": topk_weights, **options},
-        wanted=wanted,
-        float32=float32,
-        grads=grads,
-        accumulate=accumulate,
-        pairs=pairs,
+        given, leaves, grads, wanted=wanted, float32=float32, accumulate=accumulate, pairs=pairs
     )
 
 
@@ -150,15 +146,10 @@ def moe_lora_delta_backward(
     absent = absent_tensor(x)
     # `out` comes first; a backward does not take it.
     given = by_name(operators.moe_lora_gate_up_delta.default, (None, *args))
-    given |= {"w": absent, "bias": absent}
+    given |= {"w": absent, "bias": absent, "grad_out": grad_out}
+    leaves = {"x": x, "topk_weights": topk_weights, **options}
     return _gradients(
-        given | {"grad_out": grad_out},
-        {"x": x, "topk_weights": topk_weights, **options},
-        wanted=wanted,
-        float32=float32,
-        grads=grads,
-        accumulate=accumulate,
-        pairs=pairs,
+        given, leaves, grads, wanted=wanted, float32=float32, accumulate=accumulate, pairs=pairs
     )
 
 

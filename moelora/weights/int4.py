@@ -231,15 +231,12 @@ class FromINT4(Packable):
             zeros = Stack("weight_zero_point", weight_zero_point)
             zeros.check(values, (-(-rows // 8), groups), torch.int32)
         if weight_shape is not None:
-            shapes = (
-                weight_shape.reshape(-1, 2) if isinstance(weight_shape, Tensor) else weight_shape
-            )
-            for shape in shapes:
-                if tuple(map(int, shape)) != (rows, columns):
-                    raise ValueError(
-                        f"weight_shape is {tuple(map(int, shape))}, expected {(rows, columns)} as "
-                        "weight_packed"
-                    )
+            if isinstance(weight_shape, Tensor):
+                weight_shape = weight_shape.reshape(-1, 2)
+            for shape in weight_shape:
+                if (got := tuple(map(int, shape))) != (rows, columns):
+                    wanted = f"{(rows, columns)} as weight_packed"
+                    raise ValueError(f"weight_shape is {got}, expected {wanted}")
 
         def read(expert: int) -> Numbers:
             check_scales(scales, expert)

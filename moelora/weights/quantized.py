@@ -88,10 +88,8 @@ class QuantizedWeights(FromFP4, FromFP8, FromINT4, TiledWeights):
         """moelora_layout of csrc/moelora.h: format, order, rows, and format of x."""
         x_format = X_FORMATS.index(self.x_format)
         x_scale = self.x_scale if self.x_format == "static" else 0.0  # supported by torch.compile
-        return self._code(), ORDERS[self.gate_up], self.shape[1], x_format, x_scale
-
-    def _code(self) -> int:
-        return code_of(self.format, self._group_columns(), self.has_zeros, self.row_scales)
+        code = code_of(self.format, self._group_columns(), self.has_zeros, self.row_scales)
+        return code, ORDERS[self.gate_up], self.shape[1], x_format, x_scale
 
     def _group_columns(self) -> int:
         """Columns of a tile that share a scale: at most those of the tile."""

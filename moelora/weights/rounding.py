@@ -75,11 +75,8 @@ def _mxfp4(w: Tensor, group: int) -> Numbers:
     groups, largest = _groups(w, group)
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
     scale = (exponent - 3 + 127).clamp(0, 128)  # e2m1 goes to 6 < 2^3
-    return (
-        _pairs(_e2m1(groups / torch.exp2(scale[..., None] - 127.0)).flatten(1)),
-        scale.to(torch.uint8),
-        None,
-    )
+    q = _e2m1(groups / torch.exp2(scale[..., None] - 127.0))
+    return _pairs(q.flatten(1)), scale.to(torch.uint8), None
 
 
 def _int4(w: Tensor, group: int) -> Numbers:

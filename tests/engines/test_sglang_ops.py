@@ -10,13 +10,13 @@ from cases import EDGE_CASES, Problem, Spec, random_specs, same_bits
 from checks import assert_close_to_ref, assert_unchanged, guarded_empty, naming
 
 import moelora
+from moelora.reference import activate
 from moelora.reference.delta import (
     active_rows,
     expand_ref,
     rows_of_routing,
     run_moe_lora_ref,
     shrink_ref,
-    silu_and_mul_ref,
 )
 
 SPEC = Spec(tokens=9, slices=1, ranks=(8, 3, 16))
@@ -155,8 +155,9 @@ def test_stages(name, device_and_dtype):
 
     h = h.to(dtype)
     z, z_naive = (
-        silu_and_mul_ref(
-            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d)
+        activate(
+            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d),
+            "silu",
         )
         for d in (torch.float64, dtype)
     )

@@ -16,7 +16,6 @@ from moelora.reference.delta import (
     expand_ref,
     moe_lora_align_lists_ref,
     moe_lora_delta_ref,
-    rows_of_lists,
     rows_of_routing,
     shrink_ref,
 )
@@ -120,11 +119,7 @@ def test_garbage_in_lists_is_skipped(device_and_dtype):
     lists.sorted_token_ids[slot, 2] = 2**31 - 1
     lists.expert_ids[slot, 1] = 4
     lists.num_tokens_post_padded[slot] = 2**31 - 1
-    rows = rows_of_lists(
-        18,
-        *(lists.sorted_token_ids, lists.expert_ids, lists.num_tokens_post_padded),
-        *(lists.lora_ids, lists.num_active.item(), 16, 4),
-    )
+    rows = lists.rows()
     active = active_rows(rows, 2)
     assert active.any()
     assert not active.all()

@@ -53,7 +53,6 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
     Raises ValueError for a value of a type that the files cannot hold, before anything is written.
     """
-
     tensors: dict[str, Tensor] = {}
     text = json.dumps(encoded(dict(state), "", tensors), indent=1)
     write_tensors(folder / TENSORS_FILE, tensors)
@@ -137,10 +136,6 @@ def _decoded(value: Any, left: dict[str, Tensor]) -> Any:
     return _TAGS[key](value[key], left)
 
 
-def _tuple(items: list[Any], left: dict[str, Tensor]) -> tuple[Any, ...]:
-    return tuple([_decoded(item, left) for item in items])
-
-
 def _dict(pairs: list[Any], left: dict[str, Tensor]) -> dict[Any, Any]:
     found = {}
     for key, value in pairs:
@@ -163,6 +158,6 @@ def _sparse(parts: dict[str, Any], left: dict[str, Tensor]) -> Tensor:
 _TAGS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
     "$tensor": lambda name, left: left.pop(name),
     "$sparse": _sparse,
-    "$tuple": _tuple,
+    "$tuple": lambda items, left: tuple([_decoded(item, left) for item in items]),
     "$dict": _dict,
 }
