@@ -14,7 +14,6 @@ IDENTITY = (
     *("model", "experts", "tp", "tokens", "rank", "adapters", "mix", "routing", "dtype", "format"),
 )
 
-
 ABOUT = "flag what became slower between two files"
 
 
@@ -70,17 +69,8 @@ def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
             change = new[field] / was - 1
             verdict = "slower" if change > noise else "faster" if change < -noise else "same"
             case = {n: v for n, v in zip(IDENTITY, identity(new), strict=True) if v is not None}
-            found.append(
-                {
-                    "case": case,
-                    "what": name,
-                    "before_us": was,
-                    "after_us": new[field],
-                    "change": change,
-                    "noise": noise,
-                    "verdict": verdict,
-                }
-            )
+            row = {"case": case, "what": name, "before_us": was, "after_us": new[field]}
+            found.append(row | {"change": change, "noise": noise, "verdict": verdict})
     return found
 
 

@@ -3,92 +3,72 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Generator, Tensor
 
 from moelora.operators.formats import FORMATS as ROWS
 from moelora.weights.quantized import QuantizedWeights
 from moelora.weights.readers import NVFP4_BLOCK
+
+Drawn: TypeAlias = tuple[Tensor, ...]  # arguments of `pack`
 
 INT4_GROUP = 128
 NF4_BLOCK = 64
 FP8_BLOCK = 128
 
 
-def draw_mxfp4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_mxfp4(e: int, n: int, k: int, generator: Generator, dtype: torch.dtype) -> Drawn:
     """Blocks [E, N, K/2] and scales [E, N, K/32], for a standard deviation of about 0.02."""
-    return (
-        _integers((experts, rows, columns // 2), 0, 256, generator),
-        _integers((experts, rows, columns // 32), 119, 121, generator),
-    )
+    return _bytes((e, n, k // 2), generator), _bytes((e, n, k // 32), generator, 119, 121)
 
 
-def draw_nvfp4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_nvfp4(e: int, n: int, k: int, generator: Generator, dtype: torch.dtype) -> Drawn:
     """Values [E, N, K/2], scales [E, N, K/16] and [E], for a standard deviation of about 0.02."""
-    return (
-        _integers((experts, rows, columns // 2), 0, 256, generator),
-        _integers((experts, rows, columns // NVFP4_BLOCK), 100, 124, generator),
-        torch.full((experts,), 5e-5, device=generator.device),
-    )
+    values = _bytes((e, n, k // 2), generator)
+    scales = _bytes((e, n, k // NVFP4_BLOCK), generator, 100, 124)
+    return values, scales, torch.full((e,), 5e-5, device=generator.device)
 
 
-def draw_nf4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_nf4(e: int, n: int, k: int, generator: Generator, dtype: torch.dtype) -> Drawn:
     """Codes [E, N, K/2] and absmax [E, N, K/64], with the same deviation."""
-    absmax = torch.rand(
-        (experts, rows, columns // NF4_BLOCK), generator=generator, device=generator.device
-    )
-    return (
-        _integers((experts, rows, columns // 2), 0, 256, generator),
-        absmax.add_(0.5).mul_(0.02 / 0.56),
-    )
+    absmax = _scales((e, n, k // NF4_BLOCK), generator, 0.02 / 0.56)
+    return _bytes((e, n, k // 2), generator), absmax
 
 
-def draw_int4(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_int4(e: int, n: int, k: int, generator: Generator, dtype: torch.dtype) -> Drawn:
     """GPTQ's qweight [E, K/8, N] and scales [E, K/128, N], with the same deviation."""
-    words = _integers((experts, columns // 8, rows, 4), 0, 256, generator)
-    scales = torch.rand(
-        (experts, columns // INT4_GROUP, rows), generator=generator, device=generator.device
-    )
-    return words.view(torch.int32).squeeze(-1), scales.add_(0.5).mul_(0.02 / 4.6).to(dtype)
+    words = _bytes((e, k // 8, n, 4), generator).view(torch.int32).squeeze(-1)
+    return words, _scales((e, k // INT4_GROUP, n), generator, 0.02 / 4.6).to(dtype)
 
 
-def draw_fp8_block(
-    experts: int, rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def draw_fp8_block(e: int, n: int, k: int, generator: Generator, dtype: torch.dtype) -> Drawn:
     """e4m3 [E, N, K] and scales [E, N/128, K/128], with the same deviation."""
-    options: dict[str, Any] = {"generator": generator, "device": generator.device}
-    values = torch.empty(
-        (experts, rows, columns), dtype=torch.float8_e4m3fn, device=generator.device
-    )
-    for expert in range(experts):  # at most one expert exists in float32
-        values[expert] = torch.randn((rows, columns), **options).mul_(112).clamp_(-448, 448)
-    scales = torch.rand((experts, rows // FP8_BLOCK, columns // FP8_BLOCK), **options)
-    return values, scales.add_(0.5).mul_(0.02 / 112)
+    values = torch.empty((e, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
+    for one in values:  # at most one expert exists in float32
+        numbers = torch.randn((n, k), generator=generator, device=generator.device)
+        one.copy_(numbers.mul_(112).clamp_(-448, 448))
+    return values, _scales((e, n // FP8_BLOCK, k // FP8_BLOCK), generator, 0.02 / 112)
 
 
-def _integers(
-    shape: tuple[int, ...], low: int, high: int, generator: torch.Generator
-) -> torch.Tensor:
+def _bytes(shape: tuple[int, ...], generator: Generator, low: int = 0, high: int = 256) -> Tensor:
     options: dict[str, Any] = {"device": generator.device, "dtype": torch.uint8}
     return torch.randint(low, high, shape, generator=generator, **options)
 
 
+def _scales(shape: tuple[int, ...], generator: Generator, mean: float) -> Tensor:
+    """Uniform from half of the mean to one and a half."""
+    return torch.rand(shape, generator=generator, device=generator.device).add_(0.5).mul_(mean)
+
+
 def _pack_nvfp4(
-    values: torch.Tensor, scales: torch.Tensor, of_tensor: torch.Tensor, **options: Any
+    values: Tensor, scales: Tensor, of_tensor: Tensor, **options: Any
 ) -> QuantizedWeights:
     return QuantizedWeights.from_nvfp4(values, scales, weight_scale_2=of_tensor, **options)
 
 
-def _pack_nf4(codes: torch.Tensor, absmax: torch.Tensor, **options: Any) -> QuantizedWeights:
+def _pack_nf4(codes: Tensor, absmax: Tensor, **options: Any) -> QuantizedWeights:
     state = SimpleNamespace(
         absmax=absmax.flatten(),
         shape=(*codes.shape[:2], 2 * codes.size(2)),
@@ -106,10 +86,8 @@ class Format:
     about: str
     bits: float  # bits per weight, including its share of the scales
     multiple: int  # required divisor of both sizes of a layer
-    draw: Callable[
-        ..., tuple[torch.Tensor, ...]
-    ]  # draws (experts, rows, columns, generator, dtype): arguments of `pack`
-    pack: Callable[..., QuantizedWeights]  # creates QuantizedWeights from them
+    draw: Callable[..., Drawn]  # of (experts, rows, columns, generator, dtype)
+    pack: Callable[..., QuantizedWeights]  # of what `draw` returns
     rate: float = 1.0  # peak of its products relative to 16 bits
 
 
