@@ -51,17 +51,9 @@ def batch(layer, tokens, rank, used, adapters, device):
 
 
 def ours(b, ids, ranks):
-    moelora.moe_lora_gate_up_delta(
-        b.x,
-        None,
-        ids,
-        token_lora_mapping=b.mapping,
-        lora_a=b.a,
-        lora_b=b.b,
-        lora_ranks=ranks,
-        num_experts=1,
-        out=b.y.unsqueeze(1),
-    )
+    adapters = {"token_lora_mapping": b.mapping, "lora_a": b.a, "lora_b": b.b, "lora_ranks": ranks}
+    out = b.y.unsqueeze(1)
+    moelora.moe_lora_gate_up_delta(b.x, None, ids, **adapters, num_experts=1, out=out)
     return b.y
 
 

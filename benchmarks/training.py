@@ -299,22 +299,11 @@ def measure_case(name, tokens, adapters, format_name, peaks, flush):
     limit = bound(shape, tokens, adapters, pairs, peaks, bits)
     both = measure(step.run, flush)
     plan = _C.last_plan()
-    row = {
-        "shape": name,
-        "tokens": tokens,
-        "rank": adapters.name,
-        "tenants": adapters.tenants,
-        "format": format_name,
-        "ours_us": round(both, 1),
-        "ours_fwd_us": round(measure(step.forward, flush), 1),
-        "bound_us": round(limit, 1),
-        "share": round(limit / both, 3),
-        "pairs": sum(pairs),
-        "peak_mib": round(peak, 1),
-        "saved_mib": round(saved, 1),
-        "plan": plan,
-        "peers": {},
-    }
+    forward = measure(step.forward, flush)
+    row = {"shape": name, "tokens": tokens, "rank": adapters.name, "tenants": adapters.tenants}
+    row |= {"format": format_name, "ours_us": round(both, 1), "ours_fwd_us": round(forward, 1)}
+    row |= {"bound_us": round(limit, 1), "share": round(limit / both, 3), "pairs": sum(pairs)}
+    row |= {"peak_mib": round(peak, 1), "saved_mib": round(saved, 1), "plan": plan, "peers": {}}
     return row, step
 
 

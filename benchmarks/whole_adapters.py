@@ -52,15 +52,8 @@ def make_model(shape, layers, device, dtype):
 
 
 def load(model, parts, rank):
-    pool = mt.load_adapters(
-        model,
-        {},
-        max_loras=len(ADAPTERS),
-        max_rank=rank,
-        max_linear_rank=rank,
-        targets=parts,
-        w13_slices=1,
-    )
+    sizes = {"max_loras": len(ADAPTERS), "max_rank": rank, "max_linear_rank": rank}
+    pool = mt.load_adapters(model, {}, **sizes, targets=parts, w13_slices=1)
     for seed, name in enumerate(ADAPTERS):
         state, config = factors(pool, rank, seed)
         pool.add(name, state, config=config)

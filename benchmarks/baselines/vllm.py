@@ -10,10 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from moelora.bench.baselines import Options, require
-from moelora.bench.cases import Batch, Factors
+from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
 
@@ -34,16 +32,6 @@ def load() -> Any:
     return vk_layer
 
 
-def token_set(vk: Any, batch: Batch, adapters: int) -> Any:
-    mapping = batch.mapping.to(torch.int64)
-    return vk.TokenSet(batch.x, batch.topk_ids, batch.topk_weights, mapping, adapters)
-
-
-def lora(vk: Any, factors: Factors) -> Any:
-    f = factors
-    return vk.Lora(f.a13, f.b13, f.a2, f.b2, f.a2.device)
-
-
 class VLLM:
     def __init__(self, layer: Layer, options: Options):
         require(layer.device.type == "cuda", "its kernels are for GPUs")
@@ -52,12 +40,18 @@ class VLLM:
         self.layer = layer
         self.vk = load()
         require(self.vk, "$MOELORA_PEERS has no vk/vk_layer.py")
-        self.loras = {rank: lora(self.vk, factors) for rank, factors in layer.stacks.items()}
+        self.loras = {
+            rank: self.vk.Lora(f.a13, f.b13, f.a2, f.b2, layer.device)
+            for rank, f in layer.stacks.items()
+        }
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         w13, w2 = self.layer.tensors
         theirs = self.vk.MoELayer(w13, w2, len(batches[0].x), self.layer.model.top_k, w13.device)
-        sets = [token_set(self.vk, batch, self.layer.adapters) for batch in batches]
+        sets = [
+            self.vk.TokenSet(b.x, b.topk_ids, b.topk_weights, b.mapping.long(), self.layer.adapters)
+            for b in batches
+        ]
         runs = {("vllm_base", 0): Run(lambda i: theirs.run(sets[i]))}
         for rank, factors in self.loras.items():
             runs["vllm_default", rank] = Run(on(sets, theirs.run, factors, "default"))

@@ -166,15 +166,9 @@ class Decoder:
         layer = self.layers[number]
         scores = torch.softmax((x @ layer.router.T).float(), dim=-1)
         weights, ids = scores.topk(self.shape.top_k, dim=-1)
-        return moelora.fused_experts_lora(
-            x,
-            layer.w13,
-            layer.w2,
-            weights / weights.sum(-1, keepdim=True),
-            ids.to(torch.int32),
-            token_lora_mapping=mapping,
-            **self.factors[number],
-        )
+        routing = weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
+        adapters = {"token_lora_mapping": mapping, **self.factors[number]}
+        return moelora.fused_experts_lora(x, layer.w13, layer.w2, *routing, **adapters)
 
 
 def _normed(x):

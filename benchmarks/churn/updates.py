@@ -44,16 +44,10 @@ class Load:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def compute(self):
+        layer = self.x, self.weights, self.w2, self.topk, self.ids
         for name in self.pool.layers:
-            fused_experts_lora(
-                self.x,
-                self.weights,
-                self.w2,
-                self.topk,
-                self.ids,
-                token_lora_mapping=self.mapping,
-                **self.pool.layer(name),
-            )
+            adapters = self.pool.layer(name)
+            fused_experts_lora(*layer, token_lora_mapping=self.mapping, **adapters)
 
     def step(self, held):
         self.pool.mapping(["a"] * ROWS, held=held, out=self.mapping)

@@ -66,11 +66,9 @@ def demangle(names):
 def read_kernels(path, tool, arch):
     """Every kernel of a file, its machine code as nvdisasm prints it."""
     command = [tool, "-sass", *(["-arch", arch] if arch else []), path]
-    kernels, lines = [], []
-    found = None
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    kernels, lines, found = [], [], None
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **quiet) as process:
         for line in process.stdout:
             if match := ARCH.match(line):
                 found = match[1]
@@ -153,8 +151,7 @@ def main(argv=None):
         try:
             kernels = read_kernels(path, args.cuobjdump, args.arch)
         except FileNotFoundError as error:
-            raise SystemExit(
-                f"{error.filename} is not here: it comes with CUDA's Toolkit"
-            ) from None
+            why = f"{error.filename} is not here: it comes with CUDA's Toolkit"
+            raise SystemExit(why) from None
         sides.append([kernel for kernel in kernels if args.only in kernel.name])
     return 0 if compare(*sides) else 1

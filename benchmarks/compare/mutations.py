@@ -108,12 +108,10 @@ class Recorder:
                 self.tests[f"{self.tree.root}/{os.path.normpath(name)}", int(line)] += tests
         seconds = {test: s for test, s in self.seconds.items() if test not in self.failed}
         numbers = {test: number for number, test in enumerate(seconds)}
-        lines = {
-            f"{os.path.relpath(name, self.tree.root)}:{line}": sorted(
-                {*map(numbers.get, tests)} - {None}
-            )
-            for (name, line), tests in self.tests.items()
-        }
+        lines = {}
+        for (name, line), tests in self.tests.items():
+            place = f"{os.path.relpath(name, self.tree.root)}:{line}"
+            lines[place] = sorted({*map(numbers.get, tests)} - {None})
         self.tree.recorded.write_text(json.dumps({"seconds": seconds, "lines": lines}))
 
 

@@ -56,13 +56,9 @@ class Sampler:
 
     def __init__(self):
         self.samples = []  # (time, what `sample` returns)
-        command = [
-            "nvidia-smi",
-            f"--id=GPU-{torch.cuda.get_device_properties().uuid}",
-            f"--query-gpu={QUERY}",
-            "--format=csv,noheader,nounits",
-            f"--loop-ms={SAMPLE_MS}",
-        ]
+        command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties().uuid}"]
+        command += [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+        command += [f"--loop-ms={SAMPLE_MS}"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
@@ -107,9 +103,8 @@ def rested_and_working(replay, seconds, sampler):
     known = sampler.since(start + seconds / 2)
     torch.cuda.synchronize()
     us = [1e3 * begin.elapsed_time(end) for begin, end in took]
-    rested, working = (
-        round(statistics.median(part), 1) for part in (us[:RESTED_CALLS], us[half or 0 :])
-    )
+    parts = us[:RESTED_CALLS], us[half or 0 :]
+    rested, working = (round(statistics.median(part), 1) for part in parts)
     if known:
         known["joules"] = round(1e-6 * working * known["watts"], 4)
     return {"rested_us": rested, "working_us": working} | known

@@ -127,15 +127,9 @@ def compare(builds, args):
                     for build in builds if i % 2 == 0 else reversed(builds):
                         us = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
                         turns[build.name].append(us)
-                rows.append(
-                    {
-                        "model": model,
-                        "tokens": tokens,
-                        "rank": rank,
-                        "us": {name: round(statistics.median(t), 2) for name, t in turns.items()},
-                        "same_bits": len({d[str(rank)] for d in digests}) == 1,
-                    }
-                )
+                row = {"model": model, "tokens": tokens, "rank": rank}
+                row["us"] = {name: round(statistics.median(t), 2) for name, t in turns.items()}
+                rows.append(row | {"same_bits": len({d[str(rank)] for d in digests}) == 1})
                 show(rows[-1])
     return rows
 
@@ -145,11 +139,8 @@ def show(row):
     cells = [f"{first[0]} {first[1]:.1f} us"]
     cells += [f"{name} {us:.1f} ({100 * (us / first[1] - 1):+.1f} %)" for name, us in others]
     bits = "" if row["same_bits"] else "   other bits"
-    print(
-        f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} ",
-        "   ".join(cells) + bits,
-        flush=True,
-    )
+    case = f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} "
+    print(case, "   ".join(cells) + bits, flush=True)
 
 
 def main(argv=None):
@@ -177,17 +168,13 @@ def main(argv=None):
     if args.part != "layer":
         args.ranks = [rank for rank in args.ranks if rank]
     if args.variants is not None:
-        module, names = (
-            args.builds[0].partition("=")[2],
-            candidates(args.dtype, args.device, *ROLES),
-        )
+        module = args.builds[0].partition("=")[2]
+        names = candidates(args.dtype, args.device, *ROLES)
         names = [name for name in names if re.search(args.variants, name)]
         args.builds += [f"{name}={module},MOELORA_FORCE_VARIANT={name}" for name in names]
     with tempfile.TemporaryDirectory() as folder:
-        builds = [
-            Build(text, folder, "benchmarks.compare.times:Worker", args.device)
-            for text in args.builds
-        ]
+        worker = "benchmarks.compare.times:Worker", args.device
+        builds = [Build(text, folder, *worker) for text in args.builds]
         try:
             rows = compare(builds, args)
         finally:

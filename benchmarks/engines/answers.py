@@ -100,22 +100,12 @@ def compare(what, names, ours, theirs, same=SAME):
         gaps = [g for x, y in zip(a, b, strict=True) if (g := first_gap(x, y)) is not None]
         ties = sum(gap <= tie for gap in gaps)
         steps = sum(steps_compared(x, y) for x, y in zip(a, b, strict=True))
-        rows.append(
-            {
-                "topic": "answers",
-                "compared": what,
-                "who": name,
-                "requests": len(a),
-                "same_tokens": len(a) - len(gaps),
-                "near_ties": ties,
-                "near_tie": round(tie, 4),
-                "steps": steps,
-                "worst_gap": round(max(gaps, default=0.0), 4),
-                "prompt_median": round(statistics.median(off), 5),
-                "prompt_max": round(max(off), 4),
-                "ok": len(gaps) - ties <= by_chance(steps) and statistics.median(off) < same,
-            }
-        )
+        median = statistics.median(off)
+        row = {"topic": "answers", "compared": what, "who": name, "requests": len(a)}
+        row |= {"same_tokens": len(a) - len(gaps), "near_ties": ties, "near_tie": round(tie, 4)}
+        row |= {"steps": steps, "worst_gap": round(max(gaps, default=0.0), 4)}
+        row |= {"prompt_median": round(median, 5), "prompt_max": round(max(off), 4)}
+        rows.append(row | {"ok": len(gaps) - ties <= by_chance(steps) and median < same})
     return rows
 
 
@@ -167,13 +157,8 @@ def judge(said, engine="moelora", baseline="vllm"):
     """
     ours, theirs = (said.get(name, {}) for name in (engine, baseline))
     return [
-        {
-            "topic": "distance",
-            "who": who,
-            engine: ours[who],
-            baseline: theirs[who],
-            "ok": ours[who] <= WORSE * theirs[who],
-        }
+        {"topic": "distance", "who": who, engine: ours[who], baseline: theirs[who]}
+        | {"ok": ours[who] <= WORSE * theirs[who]}
         for who in ours
         if who in theirs
     ]

@@ -175,8 +175,8 @@ class Bench:
 
     # -- results --
 
-    def file(self, name, suffix=".json"):
-        return self.work / f"{name.replace(' ', '-').replace(',', '')}{suffix}"
+    def file(self, name):
+        return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
 
     def write(self, **more):
         rows = self.rows() + self.checks
@@ -190,11 +190,8 @@ class Bench:
         for row in rows:
             if row["topic"] != "reference":
                 print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
-        return (
-            0
-            if all(row["ok"] for row in rows) and all(stage["end"] == "ok" for stage in self.stages)
-            else 1
-        )
+        ended = all(stage["end"] == "ok" for stage in self.stages)
+        return 0 if ended and all(row["ok"] for row in rows) else 1
 
 
 def arguments(doc, work, start_s):

@@ -111,11 +111,8 @@ def gap(check, logprobs):
     for i, name in enumerate(check["names"]):
         sampled = [reply["prompt"] for reply in check["alone"][i]]
         off = differences(logprobs(name, check["prompts"]), sampled)
-        found[name] = {
-            "mean": statistics.mean(off),
-            "median": statistics.median(off),
-            "most": max(off),
-        }
+        numbers = {"mean": statistics.mean, "median": statistics.median, "most": max}
+        found[name] = {what: of(off) for what, of in numbers.items()}
     return found
 
 

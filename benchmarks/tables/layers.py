@@ -95,11 +95,8 @@ def cpu_format_ranges():
             ]
             cells.append(f"{span(times)} (longer in {sum(t > 1 for t in times)} of {len(times)})")
         said.append(cells)
-    titles = [
-        "weights",
-        "time over that of `unpack()` and the bf16 layer",
-        "of the bf16 layer alone",
-    ]
+    titles = ["weights", "time over that of `unpack()` and the bf16 layer"]
+    titles += ["of the bf16 layer alone"]
     return f"{meta['cores']} CPU cores ({meta['cpu_features'][-1]}):\n\n{markdown(titles, said)}"
 
 
