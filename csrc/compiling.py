@@ -34,12 +34,7 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512BF16 = [*AVX512, "-mavx512bf16"]
 AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]
 # Kernels of one instruction set live in files of that suffix; everything else is baseline code.
-ISA_FLAGS = {
-    "_avx2": AVX2,
-    "_avx512": AVX512,
-    "_avx512bf16": AVX512BF16,
-    "_amx": AMX,
-}
+ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": AVX512BF16, "_amx": AMX}
 # Machine code of portable kernels. Without an "f" or "a" it runs on all later minor versions too:
 # that of 100 on 10.3, that of 120 on 12.1.
 CUDA_ARCHS = "80;90a"
@@ -299,15 +294,8 @@ class Compiler:
             flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
             flags += shlex.split(os.environ.get("NVCCFLAGS", ""))
             return [self.nvcc, *flags, *cuda_arch_flags(source), *where]
-        flags = [
-            "-std=c11",
-            "-O3",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-fPIC",
-            "-fvisibility=hidden",
-        ]
-        flags += ["-Wall", "-Wextra"]
+        flags = ["-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"]
+        flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
         if SANITIZE:
             flags += ["-O0", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
             flags += ["-fno-sanitize-recover=all"]
@@ -403,9 +391,8 @@ class Compiler:
                 seconds = f"{time.monotonic() - start:.1f} s"
                 print(f"{count} {source}: {seconds}{summary}", flush=True)
 
-        print(
-            f"{title}: compiling {len(stale)} of {len(sources)} files, {jobs} at once", flush=True
-        )
+        counts = f"{len(stale)} of {len(sources)} files, {jobs} at once"
+        print(f"{title}: compiling {counts}", flush=True)
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_one, stale))
         print(f"{title}: compiled in {time.monotonic() - began:.0f} s", flush=True)
