@@ -90,9 +90,8 @@ class Served:
 
     def __init__(self, dtype: torch.dtype):
         self.model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).eval()
-        self.pool = moelora_hf.load_adapters(
-            self.model, {name: ADAPTERS_DIR / name for name in ADAPTER_DOMAINS}
-        )
+        folders = {name: ADAPTERS_DIR / name for name in ADAPTER_DOMAINS}
+        self.pool = moelora_hf.load_adapters(self.model, folders)
 
     def logits(self, tokens: torch.Tensor, adapters: list[str | None]) -> torch.Tensor:
         with moelora_hf.use_adapters(self.model, adapters):
@@ -199,10 +198,7 @@ def measure_rates(engines: dict, windows: int, repeats: int, progress, results: 
     tokens, _, adapters = mixed_batch(windows)
     phases = {
         "prefill": (lambda e: e.logits(tokens, adapters), tokens.numel()),
-        "decode": (
-            lambda e: e.generate(tokens[:, :8], adapters, DECODED),
-            tokens.shape[0] * DECODED,
-        ),
+        "decode": (lambda e: e.generate(tokens[:, :8], adapters, DECODED), len(tokens) * DECODED),
     }
     task = progress.add_task("tokens/s", total=len(phases) * len(engines) * (repeats + 1))
     for phase, (call, count) in phases.items():
@@ -280,12 +276,9 @@ def plot(results: Results, served: Served, path: Path):
     from matplotlib import pyplot
 
     phases = list(results.rates["moelora"])
+    ratios = (4, *[1.2] * len(phases))
     figure, (left, *rights) = pyplot.subplots(
-        1,
-        1 + len(phases),
-        figsize=(11, 4),
-        width_ratios=(4, *[1.2] * len(phases)),
-        layout="constrained",
+        1, len(ratios), figsize=(11, 4), width_ratios=ratios, layout="constrained"
     )
     width = 0.8 / len(ADAPTERS)
     for i, adapter in enumerate(ADAPTERS):

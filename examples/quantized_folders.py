@@ -42,13 +42,8 @@ def gpt_oss() -> transformers.PreTrainedConfig:
 
 
 def qwen3_moe() -> transformers.PreTrainedConfig:
-    return transformers.Qwen3MoeConfig(
-        **COMMON,
-        intermediate_size=192,
-        moe_intermediate_size=192,
-        num_experts=8,
-        norm_topk_prob=True,
-    )
+    sizes = {"intermediate_size": 192, "moe_intermediate_size": 192, "num_experts": 8}
+    return transformers.Qwen3MoeConfig(**COMMON, **sizes, norm_topk_prob=True)
 
 
 def nibbles_to_words(q: Tensor, order: Sequence[int] = range(8)) -> Tensor:
@@ -253,13 +248,8 @@ def make_adapters(model: transformers.PreTrainedModel, folder: Path) -> dict[str
     folders = {}
     for seed, (name, rank) in enumerate({"law": 4, "code": 8, "poems": 16}.items()):
         torch.manual_seed(seed)
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=rank,
-            target_parameters=TARGETS,
-            target_modules=[],
-            init_lora_weights=False,
-        )
+        targets = {"target_parameters": TARGETS, "target_modules": []}
+        config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, **targets)
         wrapped = get_peft_model(model, config)
         for key, parameter in wrapped.named_parameters():
             if "lora_" in key:

@@ -73,8 +73,7 @@ def with_gradients(model: torch.nn.Module, zeros: str) -> None:
     draws = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if zeros in name:
-            values = 0.02 * torch.randn(parameter.shape, generator=draws)
-            parameter.data.copy_(values)
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draws))
 
 
 def shard(model: torch.nn.Module) -> None:
@@ -137,11 +136,8 @@ def main() -> int:
             print(text, flush=True)
 
     text = training_tokens("charmap")
-    starts = torch.randint(
-        len(text) - args.length,
-        (args.steps, args.batch),
-        generator=torch.Generator().manual_seed(0),
-    )
+    draws = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - args.length, (args.steps, args.batch), generator=draws)
     batches = text[starts.unsqueeze(-1) + torch.arange(args.length)].to(device)
     own = slice(rank * args.batch // world, (rank + 1) * args.batch // world)
 
@@ -153,9 +149,8 @@ def main() -> int:
         model.zero_grad()
     shard(model)
     slots = [LoraSlot(model, slot) for slot in range(args.slots)]
-    trained = [slot.parameters() for slot in slots] or [
-        [p for p in model.parameters() if p.requires_grad]
-    ]
+    trained = [slot.parameters() for slot in slots]
+    trained = trained or [[p for p in model.parameters() if p.requires_grad]]
     optimizers = [torch.optim.AdamW(parameters, lr=args.lr) for parameters in trained]
     failed = 0
     for step, rows in enumerate(batches):
@@ -176,9 +171,8 @@ def main() -> int:
     for slot, optimizer in zip(slots, optimizers, strict=False):
         slot.save(args.out / f"adapter{slot.slot}", optimizer)
     if not slots:
-        full = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full = get_model_state_dict(model, options=options)
         if rank == 0:
             model.save_pretrained(args.out / "adapter", state_dict=full)
     say(f"saved {args.out}")
