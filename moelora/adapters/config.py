@@ -27,43 +27,18 @@ MAX_RANK = 1 << 20  # larger than any factor
 MAX_ALPHA = 3e38  # scalings are float32
 
 # Read by `LoraConfig.parse`.
-_UNDERSTOOD = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
-    "init_lora_weights",
-    "bias",
-    "peft_version",
-    "auto_mapping",
-    MARK,
-    DETAIL,
-}
+_UNDERSTOOD = {MARK, DETAIL}.union(
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern target_parameters "
+    "init_lora_weights bias peft_version auto_mapping".split()
+)
 
 # Origin of the adapter, or how it was trained: no effect on the stored factors.
-_NO_EFFECT = {
-    "base_model_name_or_path",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-}
+_NO_EFFECT = set(
+    "base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules "
+    "inference_mode layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config "
+    "megatron_config megatron_core qalora_group_size revision runtime_config target_modules "
+    "task_type".split()
+)
 
 _MERGE = "merge the adapter into a model of its own (PEFT's merge_and_unload)"
 

@@ -68,7 +68,9 @@ def _describe(folder: Path) -> Description:
     except ValueError as error:
         problems.append(str(error))
     with open_weights(folder) as weights:
-        keys, others = _keys(weights)
+        parsed = {text: parse(text) for text in sorted(weights)}
+        keys = [key for key in parsed.values() if key is not None]
+        others = [text for text, key in parsed.items() if key is None]
         groups = list(_groups(keys, weights, lora))
         problems += _faults(keys, others, groups, raw)
     size = sum(file.stat().st_size for file in files)
@@ -92,18 +94,6 @@ def _configuration(folder: Path) -> tuple[Mapping[str, Any], list[str]]:
         return read_json(path), []
     except (OSError, ValueError) as error:
         return {}, [f"{CONFIG_FILE} cannot be read: {error}"]
-
-
-def _keys(weights: Weights) -> tuple[list[Key], list[str]]:
-    """Factors, and the names of all other tensors."""
-    keys, others = [], []
-    for text in sorted(weights):
-        key = parse(text)
-        if key is None:
-            others.append(text)
-        else:
-            keys.append(key)
-    return keys, others
 
 
 def _form(key: Key, shape: tuple[int, ...]) -> str:
