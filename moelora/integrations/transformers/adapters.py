@@ -238,11 +238,9 @@ def load_adapters(
         **sizes,
     )
     pool.is_split = any(hasattr(weight, "placements") for weight in model.parameters())
+    put = pool.register if host else pool.add
     for name, folder in folders.items():
-        if host:
-            pool.register(name, folder, layout=layouts.get(name))
-        else:
-            pool.add(name, folder, layout=layouts.get(name))
+        put(name, folder, layout=layouts.get(name))
     if host:
         first = list(folders)[: pool.max_loras]
         pool.prefetch(first)  # in threads

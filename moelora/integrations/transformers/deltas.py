@@ -88,13 +88,9 @@ class Delta:
         partial = [torch.distributed.tensor.Partial()] if x.placements[0].is_replicate() else None
         local = output.to_local().clone()
         local = self.add(tokens, x.to_local(grad_placements=partial), local)
+        sizes = {"shape": output.shape, "stride": output.stride()}
         return type(output).from_local(
-            local,
-            output.device_mesh,
-            output.placements,
-            run_check=False,
-            shape=output.shape,
-            stride=output.stride(),
+            local, output.device_mesh, output.placements, run_check=False, **sizes
         )
 
     def _add_embedding(

@@ -94,18 +94,14 @@ def _stacks(module: Any, slot: int) -> Iterator[tuple[str, Tensor]]:
             first, *third = getattr(module, f"w13_lora_{side}_stacked")
             stacks = [first, getattr(module, f"w2_lora_{side}_stacked")[0], *third]
             names = ["gate ", "down ", "up "] if third else ["gate_up ", "down "]
-            if not third and getattr(module, "_w13_slices", 1) == 1 and not _is_fused(module):
+            is_fused = "3D" in type(module).__name__  # gate and up are one stack
+            if not third and getattr(module, "_w13_slices", 1) == 1 and not is_fused:
                 names[0] = "up "
             for name, stack in zip(names, stacks, strict=True):
                 yield f"{name}{side.upper()}", stack[slot]
             continue
         for stack in getattr(module, f"lora_{side}_stacked", ()):
             yield side.upper(), stack[slot, 0]
-
-
-def _is_fused(module: Any) -> bool:
-    """Whether gate and up are one stack."""
-    return "3D" in type(module).__name__
 
 
 def _sizes(factors: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:

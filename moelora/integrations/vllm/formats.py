@@ -63,13 +63,6 @@ def _get(layer: Any, name: str) -> Tensor:
     return getattr(layer, name).data
 
 
-def _columns_first(tensor: Tensor, parameter: Tensor) -> PerExpert:
-    """Transpose to rows first, as in checkpoints, if loaded transposed."""
-    if getattr(parameter, "is_transposed", False):
-        return [expert.t() for expert in tensor]
-    return tensor
-
-
 def _of(
     make: Callable[..., QuantizedWeights],
     tensors: str = "",
@@ -121,8 +114,10 @@ def _gptq_reason(method: Any) -> str | None:
 
 def _compressed(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
     def part(what: str) -> PerExpert:
+        """Rows first, as in checkpoints, also of what is loaded transposed."""
         parameter = getattr(layer, f"{name}_weight_{what}")
-        return _columns_first(parameter.data, parameter)
+        transposed = getattr(parameter, "is_transposed", False)
+        return [expert.t() for expert in parameter.data] if transposed else parameter.data
 
     scales = [scale.contiguous() for scale in part("scale")]
     zeros = None if method.symmetric else part("zero_point")
@@ -139,16 +134,12 @@ def _compressed_reason(method: Any) -> str | None:
     return None
 
 
-def _fp8_options(method: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Without FP8 arithmetic, vLLM's Marlin kernels keep activations unquantized."""
-    marlin = "MARLIN" in method.fp8_backend.name
-    return options | {"activations": "native" if marlin else "fp8"}
-
-
 def _fp8(
     method: Any, layer: Any, name: str, options: dict[str, Any], of_blocks: str = "weight_scale"
 ) -> QuantizedWeights:
-    weight, options = _get(layer, f"{name}_weight"), _fp8_options(method, options)
+    # Without FP8 arithmetic, vLLM's Marlin kernels keep activations unquantized.
+    options |= {"activations": "native" if "MARLIN" in method.fp8_backend.name else "fp8"}
+    weight = _get(layer, f"{name}_weight")
     if method.block_quant:
         block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
         scales = _get(layer, f"{name}_{of_blocks}")

@@ -66,11 +66,8 @@ def install() -> None:
         if format.rounds:
             wrap(method, "__init__", partial(_deciding, cls=method, format=format))
             wrap(place, format.chooses, partial(_choosing, place=place))
-        wrap(
-            method,
-            "process_weights_after_loading",
-            partial(_taking_over, cls=method, format=format),
-        )
+        taking_over = partial(_taking_over, cls=method, format=format)
+        wrap(method, "process_weights_after_loading", taking_over)
 
 
 def _config(layer: Any, w13_bias: Any = None, w2_bias: Any = None) -> Any:
