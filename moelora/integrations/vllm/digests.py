@@ -18,7 +18,7 @@ from torch import Tensor
 from moelora.adapters.digests import by_layer, fingerprint
 from moelora.integrations import shown
 from moelora.integrations.vllm import activation
-from moelora.integrations.vllm.route import reply
+from moelora.integrations.vllm.route import Route, reply
 from moelora.integrations.vllm.update import manager_of
 
 PATH = "/v1/moelora/digests"
@@ -122,22 +122,8 @@ def install() -> None:
 # -- the server --
 
 
-class DigestsRoute:
-    """The endpoint plugin of vLLM, and the ASGI application of its path."""
-
-    name = "moelora_digests"
-    required_tasks = ("generate",)
-
-    def __init__(self) -> None:
-        self._engine: Any = None
-        self._models: Any = None
-
-    def attach_router(self, app: Any) -> None:
-        app.add_route(PATH, self, methods=["GET"])
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        self._engine = engine_client
-        self._models = getattr(state, "openai_serving_models", None)
+class DigestsRoute(Route):
+    name, path, method = "moelora_digests", PATH, "GET"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         status, said = 503, {"error": {"message": "this server has no engine", "code": 503}}

@@ -81,23 +81,29 @@ def unpack_adapters(body: bytes) -> dict[str, tuple[dict[str, Any], dict[str, Te
     return found
 
 
-class AdaptersRoute:
-    """The endpoint plugin of vLLM, and the ASGI application of its path."""
+class Route:
+    """An endpoint plugin of vLLM, and the ASGI application of its path."""
 
-    name = "moelora_adapters"
     required_tasks = ("generate",)
-
-    def __init__(self) -> None:
-        self._engine: Any = None
-        self._models: Any = None
-        self._problem: str | None = "the server is starting"
+    path: str
+    method: str
+    _engine: Any = None
+    _models: Any = None
 
     def attach_router(self, app: Any) -> None:
-        app.add_route(PATH, self, methods=["POST"])
+        app.add_route(self.path, self, methods=[self.method])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         self._engine = engine_client
         self._models = getattr(state, "openai_serving_models", None)
+
+
+class AdaptersRoute(Route):
+    name, path, method = "moelora_adapters", PATH, "POST"
+    _problem: str | None = "the server is starting"
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        await super().init_state(engine_client, state, args)
         self._problem = None
         config = getattr(engine_client, "vllm_config", None)
         replicas = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
