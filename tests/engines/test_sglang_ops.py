@@ -156,8 +156,7 @@ def test_stages(name, device_and_dtype):
     h = h.to(dtype)
     z, z_naive = (
         activate(
-            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d),
-            "silu",
+            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d), "silu"
         )
         for d in (torch.float64, dtype)
     )

@@ -99,19 +99,6 @@ def test_plain_rows_serve_where_gate_and_up_fill_tiles(device, dtype):
     assert same_bits(got, want)
 
 
-@every_device
-def test_tiles_may_lie_apart(device, dtype):
-    """Experts of a larger stack, and rows of tiles with a gap behind them."""
-    p = build(Spec(tokens=9, hidden=96, inter=160), ALL_FORMATS["int4_g32"], dtype).to(device)
-    want = moelora.fused_experts_lora(**p.kwargs())
-    data = p.w13.data
-    wide = data.new_full((2 * data.size(0), data.size(1), data.size(2) + 1, data.size(3) + 16), 255)
-    apart = wide[::2, :, :-1, :-16]
-    apart.copy_(data)
-    got = moelora.fused_experts_lora(**{**p.kwargs(), "w13": replace(p.w13, data=apart)})
-    assert same_bits(got, want)
-
-
 # ---- bits ----
 
 

@@ -117,27 +117,18 @@ def test_depths_of_quantized_weights(hidden, inter, form, device, dtype):
     check(made(spec, form, dtype), device)
 
 
-@pytest.mark.parametrize(
-    ("activation", "slices"),
-    # relu2 is not gated: it has one slice
-    [(a, slices) for a in ACTIVATIONS for slices in (1, 2) if (a, slices) != ("relu2", 2)],
-)
+NUMBERS = [{"activation": a, "slices": s} for a in ACTIVATIONS for s in (1, 2)]
+NUMBERS.remove({"activation": "relu2", "slices": 2})  # it is not gated
+LIMITED = [*((a, None) for a in LIMITS), *((a, 0.5) for a in ALPHAS)]
+NUMBERS += [{"activation": a, "alpha": n, "limit": x} for a, n in LIMITED for x in (0.25, 1e30)]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("inter", [8, 40, 136])
 @native_and_not
-def test_activations(activation, slices, inter, form, device, dtype):
-    spec = replace(SMALL, activation=activation, slices=slices, inter=inter, bias=True)
-    check(made(spec, any_form(form, inter // 8 + slices), dtype), device)
-
-
-@pytest.mark.parametrize("limit", [0.25, 1e30])
-@pytest.mark.parametrize(
-    ("activation", "alpha"),
-    [(a, None) for a in LIMITS] + [(a, 0.5) for a in ALPHAS],
-)
-@native_and_not
-def test_alphas_and_limits(activation, alpha, limit, form, device, dtype):
-    spec = replace(SMALL, activation=activation, alpha=alpha, limit=limit, bias=True)
-    check(made(spec, any_form(form, 0), dtype), device)
+def test_activations(numbers, inter, form, device, dtype):
+    spec = replace(SMALL, inter=inter, bias=True, **numbers)
+    check(made(spec, any_form(form, inter // 8 + spec.slices), dtype), device)
 
 
 def unaligned(t: torch.Tensor) -> torch.Tensor:
@@ -204,16 +195,19 @@ def test_output_may_be_the_input(form, device, dtype):
 
 
 @each("int4_g32_zp")
+@pytest.mark.parametrize("tokens", [4, 9], ids=["one launch", "several"])
 @pytest.mark.parametrize("which", ["w13", "w2"])
-def test_tiles_may_lie_apart(which, form, device, dtype):
+def test_tiles_may_lie_apart(which, tokens, form, device, dtype):
     """Experts of a larger stack, and rows of tiles with a gap behind them."""
-    p = made(replace(SMALL, hidden=160, inter=96), form, dtype).to(device)
-    expected, weights = run(p, device), getattr(p, which)
+    p = made(replace(SMALL, tokens=tokens, hidden=160, inter=96), form, dtype).to(device)
+    layer = forced(p, device) if tokens == 4 else moelora.fused_experts_lora
+    expected, weights = layer(**p.kwargs()), getattr(p, which)
     experts, rows, depth, size = weights.data.shape
     wide = weights.data.new_full((2 * experts, rows, depth + 1, size + 16), 255)
     apart = wide[::2, :, :-1, :-16]
     apart.copy_(weights.data)
-    assert same_bits(run(replace(p, **{which: replace(weights, data=apart)}), device), expected)
+    moved = replace(p, **{which: replace(weights, data=apart)})
+    assert same_bits(layer(**moved.kwargs()), expected)
 
 
 @pytest.mark.gpu

@@ -115,11 +115,13 @@ def test_garbage_in_lists_is_skipped(device_and_dtype):
     p = replace(PLAIN, dtype=dtype, mix="one").build()
     lists = Lists(p, "w13", naive=False)
     slot = p.token_lora_mapping[0].item()
+    skipped = lists.sorted_token_ids[slot, [1, 2, *range(16, 32)]].tolist()
     lists.sorted_token_ids[slot, 1] = -7
     lists.sorted_token_ids[slot, 2] = 2**31 - 1
     lists.expert_ids[slot, 1] = 4
     lists.num_tokens_post_padded[slot] = 2**31 - 1
-    rows = lists.rows()
+    rows = rows_of_routing(p.topk_ids, p.token_lora_mapping, 4, 3)
+    rows = [None if row in skipped else pair for row, pair in enumerate(rows)]
     active = active_rows(rows, 2)
     assert active.any()
     assert not active.all()

@@ -1,5 +1,7 @@
 """prepack_weights: the tiles, and that every operator takes them in place of plain weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import Spec, same_bits
@@ -40,22 +42,16 @@ def packing(operator, names):
 
 
 @pytest.mark.parametrize("names", [("w13",), ("w2",), ("w13", "w2")])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 9, 150])
-def test_layer_with_packed_weights(names, tokens, device_and_dtype):
+def test_layer_with_packed_weights(names, activation, tokens, device_and_dtype):
     device, dtype = device_and_dtype
-    p = Spec(**PACKABLE, tokens=tokens, dtype=dtype, bias=True, mix="half_base").build()
+    spec = Spec(**PACKABLE, tokens=tokens, dtype=dtype, bias=True, mix="half_base")
+    p = replace(spec, activation=activation, slices=1 + (activation != "relu2")).build()
     y = hold_layer(p, device, packing(moelora.fused_experts_lora, names))
     base = moelora.fused_experts_lora(**packed(p.to(device).base().kwargs(), *names))
     rows = p.token_lora_mapping < 0
     assert same_bits(y.cpu()[rows], base.cpu()[rows])
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swigluoai", "relu2"])
-def test_activations_with_packed_weights(activation, device_and_dtype):
-    device, dtype = device_and_dtype
-    slices = 1 if activation == "relu2" else 2
-    p = Spec(**PACKABLE, activation=activation, slices=slices, dtype=dtype).build()
-    hold_layer(p, device, packing(moelora.fused_experts_lora, ("w13", "w2")))
 
 
 def test_gemm_with_packed_weights(device_and_dtype):

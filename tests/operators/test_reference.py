@@ -26,25 +26,20 @@ def dense_layer(p):
 
     Only for problems without NaN in unused places, skipped rows or expert_map.
     """
-    x, w13, w2 = p.hidden_states.double(), p.w13.double(), p.w2.double()
-    out = torch.zeros_like(x)
-    for m in range(x.size(0)):
-        merged13, merged2 = w13.clone(), w2.clone()
-        adapter = int(p.token_lora_mapping[m])
-        if adapter >= 0:
-            scaling = p.lora_scalings[adapter].double()
-            slices = zip(p.w13_lora_a, p.w13_lora_b, strict=True)
-            merged13 += scaling * torch.cat(
-                [b[adapter].double() @ a[adapter].double() for a, b in slices], dim=1
-            )
-            merged2 += scaling * (p.w2_lora_b[adapter].double() @ p.w2_lora_a[adapter].double())
-        gate, up = torch.einsum("eij,j->ei", merged13, x[m]).chunk(2, dim=1)
-        h = gate / (1 + torch.exp(-gate)) * up
-        z = torch.einsum("eki,ei->ek", merged2, h)
-        gates = torch.zeros(z.size(0), dtype=torch.float64)
-        gates.index_add_(0, p.topk_ids[m].long(), p.topk_weights[m].double())
-        out[m] = gates @ z
-    return out
+    x, who = p.hidden_states.double(), p.token_lora_mapping.long()
+    scalings = p.lora_scalings.double()[who] * (who >= 0)
+
+    def merged(w, pairs):
+        deltas = torch.cat([b[who].double() @ a[who].double() for a, b in pairs], dim=2)
+        return w.double() + scalings[:, None, None, None] * deltas
+
+    w13 = merged(p.w13, zip(p.w13_lora_a, p.w13_lora_b, strict=True))
+    w2 = merged(p.w2, [(p.w2_lora_a, p.w2_lora_b)])
+    gate, up = torch.einsum("meij,mj->mei", w13, x).chunk(2, dim=2)
+    z = torch.einsum("meki,mei->mek", w2, gate / (1 + torch.exp(-gate)) * up)
+    gates = torch.zeros(z.shape[:2], dtype=torch.float64)
+    gates.scatter_add_(1, p.topk_ids.long(), p.topk_weights.double())
+    return torch.einsum("me,mek->mk", gates, z)
 
 
 @pytest.mark.parametrize("tokens, top_k, experts", [(1, 1, 1), (6, 2, 4), (5, 3, 3)])

@@ -62,18 +62,6 @@ class Lists:
                 t.to(p.topk_ids.device) for t in lists
             )
 
-    def rows(self) -> list[tuple[int, int] | None]:
-        """(expert, adapter) of each routed row that is in a list."""
-        rows: list[tuple[int, int] | None] = [None] * self.p.topk_ids.numel()
-        for adapter in self.lora_ids.tolist()[: int(self.num_active)]:
-            used = int(self.num_tokens_post_padded[adapter]) if 0 <= adapter < self.slots else 0
-            for at in range(min(used, self.sorted_token_ids.size(1))):
-                expert = int(self.expert_ids[adapter, at // self.block_size])
-                row = int(self.sorted_token_ids[adapter, at])
-                if 0 <= expert < self.num_experts and 0 <= row < len(rows):
-                    rows[row] = expert, adapter
-        return rows
-
     def _rows(self) -> dict:
         return {
             "topk_weights": self.p.topk_weights,
