@@ -205,15 +205,15 @@ def test_float32_factors_between_the_numbers_of_16_bits(place, projection, kind)
 @pytest.mark.parametrize("form", [*ALL_FORMATS, "packed"])
 def test_float32_factors_beside_weights_of_every_form(form, place):
     device, dtype = place
-    spec = Spec(tokens=9, hidden=128, inter=64, ranks=(8, 5))
+    spec = Spec(tokens=9, hidden=128, inter=128, ranks=(8, 5))
     p = made(spec, NATIVE if form == "packed" else form, dtype).to(device)
-    arguments = p.gemm_kwargs("w2", True)
+    arguments = plain = p.gemm_kwargs("w2", True)
     if form == "packed":
-        arguments["w"] = moelora.prepack_weights(arguments["w"])
+        arguments = plain | {"w": moelora.prepack_weights(plain["w"])}
     grad_out = grad_like((*arguments["topk_ids"].shape, spec.hidden), dtype, device)
     wide = with_factors(arguments, torch.Tensor.float)
     assert same_bits(moelora.fused_moe_lora_gemm(**wide), moelora.fused_moe_lora_gemm(**arguments))
-    want = by_hand("projection", arguments, grad_out, float32=True)
+    want = by_hand("projection", plain, grad_out, float32=True)
     for name, grad in of_projection(wide, grad_out).items():
         assert same_bits(grad, want[name]), name
 

@@ -172,15 +172,6 @@ def test_in_parts(device):
         assert same_bits(found["topk_weights"], whole["topk_weights"][first:end])
 
 
-@EACH_DEVICE
-def test_other_forms_of_weights(device):
-    arguments, grad_out = problem(device, hidden=128, inter=64)
-    packed = arguments | {"w": moelora.prepack_weights(arguments["w"])}
-    want = of_projection(arguments, grad_out)
-    for name, grad in of_projection(packed, grad_out).items():
-        assert same_bits(grad, want[name]), name
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_block_w8a8"])
 @EACH_DEVICE
 def test_quantized_weights(device, name):
