@@ -30,10 +30,7 @@ from packaging.version import Version
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
-pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
-]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 NAMES = [row or "__base__" for row in ROWS]
 OPTIONS = {

@@ -23,10 +23,7 @@ from small_models import SIZES
 import moelora.integrations.peft as moelora_peft
 from moelora.integrations.peft.experts import AttachedExperts
 
-pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
-]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 # PEFT's hotswap takes every key that contains the name for one of that adapter.
 NAMES = ["first", "first", "__base__", "second", "second"]

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
-
 CONFIG = {
     "r": 4,
     "lora_alpha": 8,

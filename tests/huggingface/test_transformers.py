@@ -21,11 +21,7 @@ from hf_models import (
 
 import moelora.integrations.transformers as moelora_hf
 
-# PEFT looks for the patterns among modules, and so misses those of parameters, which do apply.
-pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
-]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(params=PLACES)

@@ -16,10 +16,7 @@ from hf_models import ROWS, make_model, mixtral, one_layer, save_adapters, token
 
 import moelora.integrations.transformers as moelora_hf
 
-pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
-]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def elsewhere(function):

@@ -36,10 +36,7 @@ from whole_models import (
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import tokens as tokens_module
 
-pytestmark = [
-    pytest.mark.usefixtures("no_grad"),
-    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match"),
-]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 BASE = ["__base__"] * len(ROWS)
 
