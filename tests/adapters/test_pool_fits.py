@@ -5,17 +5,10 @@ import math
 
 import pytest
 import torch
+from checks import freed
 from linear_cases import EXPERTS, LINEARS, E, I, K, Q
 
 from moelora.adapters import Adapter, AdapterPool, LinearPair, MoELayer, Pair
-
-
-def freed(tensor):
-    """A tensor like it whose storage holds nothing any more."""
-    result = tensor.clone()
-    result.untyped_storage().resize_(0)
-    return result
-
 
 NAME, RANK = EXPERTS[0].name, 4
 DOWN = Pair(torch.randn(E, RANK, I), torch.randn(E, K, RANK), [2.0])

@@ -3,23 +3,17 @@
 import copy
 import io
 import multiprocessing
-import time
 
 import pytest
 import torch
-from adapter_cases import CONFIG, check, make_pool, wrapped, write
-
-DEADLINE_S = 120
+from adapter_cases import CONFIG, check, make_pool, wait_until, wrapped, write
 
 
 def serve_from_a_fork(pool, delta):
     """In the child: prefetch needs threads, which a fork does not inherit."""
     torch.set_num_threads(1)
     pool.prefetch(["b"])
-    end = time.monotonic() + DEADLINE_S
-    while not pool.ready("b") and time.monotonic() < end:
-        time.sleep(0.01)
-    assert pool.ready("b")
+    wait_until(lambda: pool.ready("b"))
     with pool.hold(["b"]):
         check(pool, "b", delta, 2.0)
 
@@ -31,14 +25,12 @@ def test_a_fork_prefetches_as_its_parent_did(tmp_path):
     for name, (state, _) in states.items():
         pool.register(name, write(tmp_path / name, state, CONFIG))
     pool.prefetch(["a"])
-    end = time.monotonic() + DEADLINE_S
-    while not pool.ready("a") and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: pool.ready("a"))
     child = multiprocessing.get_context("fork").Process(
         target=serve_from_a_fork, args=(pool, states["b"][1])
     )
     child.start()
-    child.join(2 * DEADLINE_S)
+    child.join(120)
     assert child.exitcode == 0
     assert pool.names() == ["a"], "the child's pool is its own"
 

@@ -2,10 +2,12 @@
 
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from adapter_cases import CONFIG, before_next, check, fails, make_pool, wrapped
+from cases import Spec
 from conftest import needs_gpu
 from covering import extent
 
@@ -337,7 +339,7 @@ def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
 
 # ---- under load ----
 
-EXPERTS, HIDDEN, INTER, RANK, ROWS, LAYERS, TOP_K = 4, 64, 32, 8, 4, 2, 2
+EXPERTS, HIDDEN, INTER, RANK, ROWS = 4, 64, 32, 8, 4
 KINDS = 6  # different versions; they repeat
 UPDATES = 2500  # of each of four tests
 
@@ -346,15 +348,11 @@ class Model:
     """Layers of experts, one after the other, with the adapters of a pool."""
 
     def __init__(self, device):
-        torch.manual_seed(0)
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.layers = [MoELayer(f"layers.{n}.experts", EXPERTS, HIDDEN, INTER) for n in range(2)]
-        self.x = torch.randn(ROWS, HIDDEN).to(device, dtype)
-        self.w13 = (torch.randn(EXPERTS, 2 * INTER, HIDDEN) / 8).to(device, dtype)
-        self.w2 = (torch.randn(EXPERTS, HIDDEN, INTER) / 6).to(device, dtype)
-        self.ids = torch.randint(EXPERTS, (ROWS, TOP_K), dtype=torch.int32).to(device)
-        self.weights = torch.full((ROWS, TOP_K), 0.5, device=device)
+        spec = Spec(tokens=ROWS, experts=EXPERTS, hidden=HIDDEN, inter=INTER, mix="absent")
+        self.arguments = replace(spec, dtype=self.dtype).build().to(device).kwargs()
         self.states = [self.state(kind) for kind in range(KINDS)]
 
     def state(self, kind):
@@ -374,17 +372,10 @@ class Model:
         )
 
     def __call__(self, pool, mapping):
-        x = self.x
+        x = self.arguments["hidden_states"]
         for layer in self.layers:
-            x = x + moelora.fused_experts_lora(
-                x,
-                self.w13,
-                self.w2,
-                self.weights,
-                self.ids,
-                token_lora_mapping=mapping,
-                **pool.layer(layer.name),
-            )
+            call = pool.layer(layer.name) | {"token_lora_mapping": mapping, "hidden_states": x}
+            x = x + moelora.fused_experts_lora(**self.arguments | call)
         return x
 
     def answers(self):

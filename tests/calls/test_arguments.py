@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Spec
+from checks import freed
 from delta_cases import PLAIN, Lists, base_output, columns_of, delta_kwargs
 from glue_cases import LORAS, TOP_K, E, I, K, M, R, inputs
-from test_freed import without_storage
 
 import moelora
 from moelora.integrations.batched import batched_experts_lora
@@ -30,16 +30,7 @@ ADDED = {
 NO_TENSORS = {"run_moe_lora"}  # calls moe_lora_fused, whose names its errors have
 
 
-def freed_columns(t):
-    """A freed tensor that is not contiguous, of which torch makes a copy to reshape it."""
-    if t.dim() < 2:
-        return None
-    result = t.mT.contiguous().mT
-    result.untyped_storage().resize_(0)
-    return result
-
-
-# What is given instead of a tensor.
+# What is given instead of a tensor. Of one that is not contiguous torch makes a copy to reshape it.
 INSTEAD = {
     "a list": lambda t: [1, 2],
     "an array": lambda t: t.numpy(),
@@ -49,9 +40,9 @@ INSTEAD = {
     "sparse": lambda t: t.to_sparse(),
     "nested": lambda t: torch.nested.nested_tensor([zeros(2), zeros(3)]),
     "complex": lambda t: t.to(torch.complex64),
-    "freed": without_storage,
-    "freed, columns first": freed_columns,
-    "freed, of another dtype": lambda t: without_storage(t.double()),
+    "freed": freed,
+    "freed, columns first": lambda t: freed(t.mT.contiguous().mT) if t.dim() > 1 else None,
+    "freed, of another dtype": lambda t: freed(t.double()),
 }
 VLLM = ("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand")
 ACCEPTED = {

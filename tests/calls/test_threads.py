@@ -4,45 +4,25 @@ import random
 
 import pytest
 import torch
-from cases import same_bits
+from adapter_cases import CONFIG, LAYERS, E, K, N, per_expert
+from cases import Spec, same_bits
 from threads import run_threads
 
 import moelora
-from moelora import _C, AdapterPool, MoELayer
+from moelora import _C, AdapterPool
 
-E, K, I, R, TOP_K = 4, 72, 40, 3, 2
-LAYER = MoELayer("model.layers.0.mlp.experts", E, K, I)
-CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 2 * R}
 NAMES = [f"adapter{n}" for n in range(6)]
 THREADS, ROUNDS = 8, 25
-
-
-def checkpoint(number):
-    """A state dict in which every expert has its own factors."""
-    generator = torch.Generator().manual_seed(number)
-    state = {}
-    for name, wide, tall in (("gate_proj", K, I), ("up_proj", K, I), ("down_proj", I, K)):
-        for e in range(E):
-            key = f"base_model.model.{LAYER.name}.{e}.{name}"
-            state[f"{key}.lora_A.weight"] = torch.randn(R, wide, generator=generator)
-            state[f"{key}.lora_B.weight"] = torch.randn(tall, R, generator=generator)
-    return state
 
 
 class Layer:
     """One base layer, its pool, and what each adapter makes of one batch."""
 
     def __init__(self, device, dtype, slots):
-        generator = torch.Generator().manual_seed(1)
-
-        def draw(*shape):
-            return torch.randn(shape, generator=generator).to(device, dtype) * shape[-1] ** -0.5
-
-        self.x, self.w13, self.w2 = draw(9, K), draw(E, 2 * I, K), draw(E, K, I)
-        weights, ids = torch.randn(9, E, generator=generator).softmax(-1).topk(TOP_K)
-        self.topk_weights, self.topk_ids = weights.to(device), ids.to(device)
-        self.device, self.states = device, {name: checkpoint(n) for n, name in enumerate(NAMES)}
-        self.pool = AdapterPool([LAYER], slots, 8, dtype=dtype, device=device)
+        spec = Spec(tokens=9, experts=E, hidden=K, inter=N, mix="absent", dtype=dtype)
+        self.arguments = spec.build().to(device).kwargs()
+        self.states = {name: per_expert(seed=n)[0] for n, name in enumerate(NAMES)}
+        self.pool = AdapterPool(LAYERS[:1], slots, 8, dtype=dtype, device=device)
         self.base = self.run([None] * 9)
         self.want = {}
         for name in NAMES:
@@ -52,11 +32,9 @@ class Layer:
         assert not same_bits(self.want[NAMES[0]], self.want[NAMES[1]])
 
     def run(self, names):
-        return moelora.fused_experts_lora(
-            *(self.x, self.w13, self.w2, self.topk_weights, self.topk_ids),
-            token_lora_mapping=self.pool.mapping(names),
-            **self.pool.layer(LAYER.name),
-        )
+        adapters = {"token_lora_mapping": self.pool.mapping(names)}
+        adapters |= self.pool.layer(LAYERS[0].name)
+        return moelora.fused_experts_lora(**self.arguments | adapters)
 
 
 @pytest.mark.parametrize("slots", [THREADS, 3], ids=["roomy", "crowded"])
@@ -171,7 +149,7 @@ def test_plans_may_be_added_while_layers_run():
         for i in range(ROUNDS):
             if number == 0:
                 name = variants[i % len(variants)]
-                _C.add_tuned_plan(0, 0, 0, 0, E, TOP_K, K, I, i + 1, name)
+                _C.add_tuned_plan(0, 0, 0, 0, E, 2, K, N, i + 1, name)
             else:
                 torch.testing.assert_close(layer.run([None] * 9), layer.base)
 

@@ -143,6 +143,13 @@ def assert_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> Non
         assert same, f"input {name} was changed"
 
 
+def freed(tensor: Tensor) -> Tensor:
+    """A tensor like it whose storage holds nothing any more, as FSDP and offloading leave it."""
+    result = tensor.clone()
+    result.untyped_storage().resize_(0)
+    return result
+
+
 def beside_other_work(count):
     """Numbers of calls, while work of another stream takes SMs of the GPU from some of them."""
     square, side = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()

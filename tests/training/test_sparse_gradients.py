@@ -2,17 +2,12 @@
 
 import pytest
 import torch
+from checks import freed
 from test_backwards import SPARSE
 
 import moelora
 from moelora.operators.sparse import set_sparse
 from moelora.training import touched_pairs
-
-
-def freed(ids):
-    ids = ids.clone()
-    ids.untyped_storage().resize_(0)
-    return ids
 
 
 def test_touched_pairs_of_other_shapes_are_refused():
