@@ -231,9 +231,8 @@ class FromINT4(Packable):
             zeros = Stack("weight_zero_point", weight_zero_point)
             zeros.check(values, (-(-rows // 8), groups), torch.int32)
         if weight_shape is not None:
-            if isinstance(weight_shape, Tensor):
-                weight_shape = weight_shape.reshape(-1, 2)
-            for shape in weight_shape:
+            shapes = Stack("weight_shape", weight_shape).tensors
+            for shape in shapes.reshape(-1, 2) if isinstance(shapes, Tensor) else shapes:
                 if (got := tuple(map(int, shape))) != (rows, columns):
                     wanted = f"{(rows, columns)} as weight_packed"
                     raise ValueError(f"weight_shape is {got}, expected {wanted}")

@@ -8,7 +8,6 @@ is of the first with one slice.
 """
 
 import math
-import re
 import types
 
 import pytest
@@ -275,50 +274,26 @@ def test_output_must_not_share_memory_with_an_input():
     with pytest.raises(ERRORS, match="out shares memory with hidden_states"):
         moelora.fused_experts_lora(**p.kwargs(), out=rows[1:])
     assert not rows.any()
-    w2 = p.w2.clone()
-    with pytest.raises(ERRORS, match="out shares memory with w2"):
-        moelora.fused_experts_lora(**p.kwargs(), out=p.w2.view(-1, K)[:M])
-    assert same_bits(p.w2, w2)
-    x = torch.zeros(M * TOP_K, K)
-    arguments = {**p.gemm_kwargs("w13"), "x": x}
-    with pytest.raises(ERRORS, match="out shares memory with x"):
-        moelora.fused_moe_lora_gemm(**arguments, out=x.view(M, TOP_K, K))
     arguments = of_lists()
     arguments["qcurr_hidden_states"] = arguments["output"][:, 0, :64]
     with pytest.raises(ERRORS, match="output shares memory with qcurr_hidden_states"):
         moelora.fused_moe_lora(**arguments)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"hidden_states": zeros(M, 65)}, "hidden_states.size(1) is 65, w13.size(2) is 64"),
-    ({"w2": zeros(3, K, I)}, "w2.size(0) is 3, w13.size(0) is 4"),
-    ({"topk_ids": zeros(M, TOP_K)}, "topk_ids has dtype float32, expected int32 or int64"),
-    ({"out": zeros(4, K)}, "out.size(0) is 4, topk_ids.size(0) is 5"),
-])  # fmt: skip
-def test_a_failed_call_leaves_the_next_one_alone(changes, message, device):
+def test_a_failed_call_leaves_the_next_one_alone(device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     arguments = Spec(dtype=dtype).build().to(device).kwargs()
     expected = moelora.fused_experts_lora(**arguments)
-    wrong = {n: t.to(device, t.dtype if n == "topk_ids" else dtype) for n, t in changes.items()}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        moelora.fused_experts_lora(**{**arguments, **wrong})
+    with pytest.raises(ValueError, match=r"w2.size\(0\) is 3, w13.size\(0\) is 4"):
+        moelora.fused_experts_lora(**{**arguments, "w2": arguments["w2"][:3]})
     assert same_bits(moelora.fused_experts_lora(**arguments), expected)
 
 
 def test_sizes_that_no_memory_holds():
-    """Their products and sums pass 2^56 and could wrap at 2^64; strides of 0 make them cheap."""
-    rows, hidden, inter = 2**31 - 256, 8, 2**25
-    x = torch.empty(1, hidden, dtype=torch.bfloat16)
-    w13 = torch.empty(1, 1, hidden, dtype=torch.bfloat16).expand(1, 2 * inter, hidden)
-    w2 = torch.empty(1, 1, inter, dtype=torch.bfloat16).expand(1, hidden, inter)
-    weights, chosen = torch.ones(1, 1).expand(1, rows), ids(1, 1).expand(1, rows)
-    with pytest.raises(
-        ValueError, match=f"top_k is {rows}.* K is {hidden}, I is {inter}: too large"
-    ):
-        moelora.fused_experts_lora(x, w13, w2, weights, chosen)
-    wide = torch.empty(1, 1, 1, dtype=torch.bfloat16).expand(1, 2**31 - 1, 1)
+    """That of an output, which is not allocated, could wrap at 2^64; strides of 0 make it cheap."""
+    x, wide = zeros(1, 1), zeros(1, 1, 1).expand(1, 2**31 - 1, 1)
     many = ids(1, 1).expand(2**30, 2**31 - 1)
     with pytest.raises(ValueError, match="2147483647 x 2147483647 elements a row is too large"):
-        moelora.fused_moe_lora_gemm(x[:, :1], wide, torch.ones(1, 1).expand_as(many), many)
+        moelora.fused_moe_lora_gemm(x, wide, torch.ones(1, 1).expand_as(many), many)
     with pytest.raises(ValueError, match=f"topk_ids has {many.numel()} rows"):
         moelora.moe_align_block_size(many, 16, 4)

@@ -7,6 +7,8 @@ operator refuses it by name, before anything is written, as the C interface does
 import copy
 
 import pytest
+import test_fp8_checkpoints
+import test_packing_refusals
 import torch
 from cases import same_bits
 from conftest import DEVICES
@@ -15,6 +17,7 @@ from glue_cases import E, I, K, R, inputs, op_calls, operator, tensors_in, with_
 import moelora
 from moelora.operators import trace
 
+GOOD = test_packing_refusals.GOOD | test_fp8_checkpoints.GOOD
 REFUSED = "has elements up to byte .* of a storage of .* bytes: it was freed or shrunk"
 # Elements before the first one, and what is left of the storage's bytes.
 STORAGES = {
@@ -59,51 +62,10 @@ def test_every_operator_refuses_every_argument(device, kind):
                     assert same_bits(now, then), f"{name}: {arguments[i].name} was written"
 
 
-def drawn(low, high, *shape, dtype=torch.int32):
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-
-
-def checkpoint(name):
-    """The tensors of two experts of 64 x 64, by the arguments of a constructor."""
-    words, ones = drawn(0, 1 << 30, 2, 64, 8), torch.ones(2, 64, 1)
-    fp8 = drawn(0, 100, 2, 64, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return {
-        "from_mxfp4": {
-            "blocks": drawn(0, 256, 2, 64, 32, dtype=torch.uint8),
-            "scales": torch.full((2, 64, 2), 120, dtype=torch.uint8),
-        },
-        "from_gptq": {
-            "qweight": words.transpose(1, 2).contiguous(),
-            "scales": torch.ones(2, 1, 64),
-            "qzeros": words[:, :1].clone(),
-            "g_idx": torch.zeros(2, 64, dtype=torch.int32),
-        },
-        "from_awq": {
-            "qweight": words,
-            "scales": torch.ones(2, 1, 64),
-            "qzeros": words[:, :1].clone(),
-        },
-        "from_compressed_tensors": {"weight_packed": words, "weight_scale": ones},
-        "from_fp8_block": {"weight": fp8, "weight_scale_inv": torch.ones(2, 1, 1)},
-        "from_fp8_channel": {"weight": fp8, "weight_scale": ones},
-        "from_fp8_tensor": {
-            "weight": fp8,
-            "weight_scale": torch.ones(2),
-            "input_scale": torch.ones(2),
-        },
-    }[name]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("from_mxfp4", "from_gptq", "from_awq", "from_compressed_tensors"),
-        *("from_fp8_block", "from_fp8_channel", "from_fp8_tensor"),
-    ],
-)
+@pytest.mark.parametrize("name", GOOD)
 def test_quantized_checkpoints(name):
     """Whole, and one of a list of experts: torch's own operators would read what is not there."""
-    make, given = getattr(moelora.QuantizedWeights, name), checkpoint(name)
+    make, given = getattr(moelora.QuantizedWeights, name), GOOD[name]
     make(**given)
     for argument, value in given.items():
         with pytest.raises(ValueError, match=f"{argument} {REFUSED}"):

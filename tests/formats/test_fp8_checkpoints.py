@@ -92,7 +92,7 @@ ONES = torch.ones(2, N, K).to(E4M3)
 NAN, INF = float("nan"), float("inf")
 BLOCK = {"weight": ONES, "weight_scale_inv": torch.ones(2, 1, 1)}
 CHANNEL = {"weight": ONES, "weight_scale": torch.ones(2, N)}
-TENSOR = {"weight": ONES, "weight_scale": torch.ones(2)}
+TENSOR = {"weight": ONES, "weight_scale": torch.ones(2), "input_scale": torch.ones(2)}
 GOOD = {"from_fp8_block": BLOCK, "from_fp8_channel": CHANNEL, "from_fp8_tensor": TENSOR}
 BAD = [
     ("from_fp8_block", {"weight": torch.ones(2, N, K)}, "weight has dtype float32, expected"),
