@@ -95,10 +95,11 @@ def is_ours(vllm, made):
 
 @pytest.mark.parametrize("slower", [(), (2,), (8,), (2, 8)])
 def test_each_number_of_tokens_runs_where_it_is_faster(race, vllm, lines, monkeypatch, slower):
+    """The next start reads it from the file."""
     vllm.register()
     race.slower = slower
     assert is_ours(vllm, layer(vllm, 9)) == (8 not in slower)
-    monkeypatch.setattr(race, "measure", None)
+    new_process(race, monkeypatch)
     assert is_ours(vllm, layer(vllm, 2)) == (2 not in slower)
     assert is_ours(vllm, layer(vllm, 1)) == (2 not in slower)  # the nearest
     assert is_ours(vllm, layer(vllm, 7)) == (8 not in slower)
@@ -108,15 +109,6 @@ def test_each_number_of_tokens_runs_where_it_is_faster(race, vllm, lines, monkey
     for tokens in SIZES:
         side = "vLLM (2.00x)" if tokens in slower else "moelora (1.00x)"
         assert f"{tokens} with adapters: {side}" in told[0]
-
-
-def test_the_next_start_reads_the_file(race, vllm, lines, monkeypatch):
-    vllm.register()
-    race.slower = (8,)
-    assert not is_ours(vllm, layer(vllm))
-    new_process(race, monkeypatch)
-    assert not is_ours(vllm, layer(vllm)) and is_ours(vllm, layer(vllm, 2))
-    assert not any("ignored" in line for line in lines)
 
 
 def damaged(path):

@@ -14,6 +14,7 @@ import torch
 import vllm_stand_in
 from cases import Problem
 from checks import assert_close_to_ref
+from vllm_stand_in import platform
 
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
@@ -30,15 +31,6 @@ def drop(names, monkeypatch):
         parent, _, child = name.rpartition(".")
         monkeypatch.delattr(sys.modules.get(parent), child, raising=False)
         monkeypatch.delitem(sys.modules, name)
-
-
-def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200"):
-    """vLLM's `current_platform`, as far as registering asks it."""
-    return SimpleNamespace(
-        is_cuda=lambda: cuda,
-        has_device_capability=lambda wanted: capability >= wanted,
-        get_device_name=lambda: card,
-    )
 
 
 class VLLM:

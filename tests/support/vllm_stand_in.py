@@ -476,21 +476,25 @@ PLACES = {
 }
 
 
+def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200"):
+    """vLLM's `current_platform`, as far as registering asks it."""
+    return SimpleNamespace(
+        is_cuda=lambda: cuda,
+        has_device_capability=lambda wanted: capability >= wanted,
+        get_device_name=lambda: card,
+    )
+
+
 def contents(version: str) -> dict[str, dict[str, object]]:
     """What is in which module of a release."""
     from vllm_stand_in_lora import places as lora
     from vllm_stand_in_methods import places
 
-    platform = SimpleNamespace(
-        is_cuda=lambda: True,
-        has_device_capability=lambda wanted: True,
-        get_device_name=lambda: "NVIDIA H200",
-    )
     others = {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.model_executor.utils": {},
-        "vllm.platforms": {"current_platform": platform},
+        "vllm.platforms": {"current_platform": platform()},
     }
     layers = {place: {n: globals()[n] for n in names} for place, names in PLACES.items()}
     return layers | places(version) | lora() | others
