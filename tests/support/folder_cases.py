@@ -74,10 +74,6 @@ def compressed(*groups: dict, **more) -> dict:
     }
 
 
-FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-FP8 = {"num_bits": 8, "type": "float", "inputs": FP8_TOKEN}
-
-
 @dataclass(frozen=True)
 class Case:
     """A scheme: of experts, of attention (None: plain), and what config.json says."""
@@ -91,73 +87,73 @@ class Case:
     more: dict[str, Tensor] = field(default_factory=dict)  # tensors beside
 
 
-def _auto_round(packing: str, **more) -> dict:
+def both(quantize: Quantize, config: dict, *more, **options) -> Case:
+    """Experts and attention alike."""
+    return Case(quantize, quantize, config, *more, **options)
+
+
+def beside_int4(form: str, **weights) -> dict:
+    """Attention of another form than that of the experts."""
+    return compressed(
+        group("pack-quantized", ["re:.*experts.*"]),
+        group(form, ["re:.*self_attn.*"], **weights),
+    )
+
+
+def of_linears(form: str, **weights) -> dict:
+    return compressed(group(form, ["Linear"], **weights))
+
+
+def auto_round(packing: str, **more) -> dict:
     config = {"bits": 4, "group_size": GROUP, "sym": True, "data_type": "int", "act_bits": 16}
     return {"quant_method": "auto-round", **config, "packing_format": packing, **more}
 
 
+def modelopt(algorithm: str, **more) -> dict:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **more}
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+AWQ = quantized_folders.settings("awq", GROUP)
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-W4 = group("pack-quantized", ["Linear"])
-NVFP4 = "nvfp4-pack-quantized", ["Linear"]
-OF_NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+FP8 = {"num_bits": 8, "type": "float", "inputs": FP8_TOKEN}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True}
+INT8 = {"num_bits": 8, "strategy": "channel", "inputs": INT8_TOKEN}
+NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+OF_32 = {"type": "float", "group_size": 32}
 CASES = {
-    "gptq": Case(gptq, gptq, {**GPTQ, "checkpoint_format": "gptq"}),
+    "gptq": both(gptq, {**GPTQ, "checkpoint_format": "gptq"}),
     "gptq_of_attention": Case(unquantized, gptq, GPTQ),
-    "gptq_v2": Case(
-        lambda w: gptq(w, 7, offset=0),
-        lambda w: gptq(w, 7, offset=0),
-        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+    "gptq_v2": both(
+        lambda w: gptq(w, 7, offset=0), {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}
     ),
     "gptq_attention_of_8_bits_in_order": Case(
         gptq,
         lambda w: gptq(w, 128, 8, order=True),
         {**GPTQ, "format": "gptq", "dynamic": {"+:.*self_attn.*": {"bits": 8, "desc_act": True}}},
     ),
-    "awq": Case(lambda w: awq(w, 7), lambda w: awq(w, 7), quantized_folders.settings("awq", GROUP)),
-    "awq_symmetric": Case(
-        awq, awq, quantized_folders.settings("awq", GROUP) | {"zero_point": False}
-    ),
-    "auto_round_gptq": Case(
-        lambda w: without_g_idx(gptq(w)),
-        lambda w: without_g_idx(gptq(w)),
-        _auto_round("auto_round:auto_gptq"),
-    ),
+    "awq": both(lambda w: awq(w, 7), AWQ),
+    "awq_symmetric": both(awq, AWQ | {"zero_point": False}),
+    "auto_round_gptq": both(lambda w: without_g_idx(gptq(w)), auto_round("auto_round:auto_gptq")),
     "auto_round": Case(
         lambda w: without_g_idx(gptq(w, 7, offset=0)),
         lambda w: without_g_idx(gptq(w, 128, 8, offset=0)),
-        _auto_round("auto_round", sym=False, extra_config={r".*self_attn.*": {"bits": 8}}),
+        auto_round("auto_round", sym=False, extra_config={r".*self_attn.*": {"bits": 8}}),
     ),
-    "auto_round_awq": Case(awq, awq, _auto_round("auto_round:auto_awq")),
-    "ct_w4a16": Case(packed, packed, compressed(W4), head=True),
-    "ct_w4a16_asymmetric": Case(
-        lambda w: packed(w, zero=7),
-        lambda w: packed(w, zero=7),
-        compressed(group("pack-quantized", ["Linear"], symmetric=False)),
+    "auto_round_awq": both(awq, auto_round("auto_round:auto_awq")),
+    "ct_w4a16": both(packed, of_linears("pack-quantized"), head=True),
+    "ct_w4a16_asymmetric": both(
+        lambda w: packed(w, zero=7), of_linears("pack-quantized", symmetric=False)
     ),
     "ct_w4a16_w8a16_attention": Case(
-        packed,
-        lambda w: packed(w, 8),
-        compressed(
-            group("pack-quantized", ["re:.*experts.*"]),
-            group("pack-quantized", ["re:.*self_attn.*"], num_bits=8),
-        ),
+        packed, lambda w: packed(w, 8), beside_int4("pack-quantized", num_bits=8)
     ),
     "ct_fp8_attention": Case(
-        packed,
-        fp8_rows,
-        compressed(
-            group("pack-quantized", ["re:.*experts.*"]),
-            group("float-quantized", ["re:.*self_attn.*"], strategy="channel", **FP8),
-        ),
+        packed, fp8_rows, beside_int4("float-quantized", strategy="channel", **FP8)
     ),
-    "ct_fp8_block": Case(
-        fp8_blocks,
-        fp8_blocks,
-        compressed(group("float-quantized", ["Linear"], strategy="block", **FP8)),
-    ),
-    "ct_fp8_cache": Case(
-        fp8_rows,
+    "ct_fp8_block": both(fp8_blocks, of_linears("float-quantized", strategy="block", **FP8)),
+    "ct_fp8_cache": both(
         fp8_rows,
         compressed(
             group("float-quantized", ["Linear"], strategy="channel", **FP8),
@@ -167,97 +163,53 @@ CASES = {
             f"model.layers.{i}.self_attn.{own}_scale": torch.ones(1) for i in (0, 1) for own in "kv"
         },
     ),
-    "ct_mxfp4": Case(
-        mxfp4,
-        mxfp4,
-        compressed(group("mxfp4-pack-quantized", ["Linear"], type="float", group_size=32)),
-    ),
-    "ct_int8_attention": Case(
-        packed,
-        int8_rows,
-        compressed(
-            group("pack-quantized", ["re:.*experts.*"]),
-            group(
-                "int-quantized",
-                ["re:.*self_attn.*"],
-                num_bits=8,
-                strategy="channel",
-                inputs={"num_bits": 8, "type": "int", "dynamic": True},
-            ),
-        ),
-    ),
-    "ct_nvfp4_attention": Case(
-        packed,
-        nvfp4,
-        compressed(
-            group("pack-quantized", ["re:.*experts.*"]),
-            group("nvfp4-pack-quantized", ["re:.*self_attn.*"], **OF_NVFP4),
-        ),
-    ),
-    "modelopt_fp8": Case(
-        fp8_whole,
-        fp8_whole,
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-    ),
-    "modelopt_nvfp4": Case(
-        nvfp4_of_modelopt,
-        nvfp4_of_modelopt,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-    ),
+    "ct_mxfp4": both(mxfp4, of_linears("mxfp4-pack-quantized", **OF_32)),
+    "ct_int8_attention": Case(packed, int8_rows, beside_int4("int-quantized", **INT8)),
+    "ct_nvfp4_attention": Case(packed, nvfp4, beside_int4("nvfp4-pack-quantized", **NVFP4)),
+    "modelopt_fp8": both(fp8_whole, modelopt("FP8", ignore=["lm_head"])),
+    "modelopt_nvfp4": both(nvfp4_of_modelopt, modelopt("NVFP4", ignore=["lm_head"])),
     "modelopt_mixed": Case(
         nvfp4_of_modelopt,
         fp8_whole,
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}},
-        },
+        modelopt(
+            "MIXED_PRECISION",
+            quantized_layers={"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}},
+        ),
     ),
-    "modelopt_mxfp8": Case(
+    "modelopt_mxfp8": both(
         mxfp8,
-        mxfp8,
-        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        modelopt("MXFP8"),
         "experts are MXFP8 of ModelOpt; no kernel reads FP8 with scales for 32 columns",
         dequantized=True,
     ),
     "modelopt_nvfp4_awq": Case(
         nvfp4_of_modelopt,
         None,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        modelopt("NVFP4_AWQ"),
         "quant_algo of .* is 'NVFP4_AWQ', wanted 'FP8', 'NVFP4', .*; quantize the experts with",
     ),
-    "ct_nvfp4": Case(nvfp4, nvfp4, compressed(group(*NVFP4, **OF_NVFP4))),
-    "ct_nvfp4_w4a4": Case(
+    "ct_nvfp4": both(nvfp4, of_linears("nvfp4-pack-quantized", **NVFP4)),
+    "ct_nvfp4_w4a4": both(
         lambda w: with_input_scale(nvfp4(w)),
-        lambda w: with_input_scale(nvfp4(w)),
-        compressed(group(*NVFP4, **OF_NVFP4, inputs={"num_bits": 4, "type": "float"})),
+        of_linears("nvfp4-pack-quantized", **NVFP4, inputs={"num_bits": 4, "type": "float"}),
     ),
     "ct_w8a16": Case(
         lambda w: packed(w, 8),
         None,
-        compressed(group("pack-quantized", ["Linear"], num_bits=8)),
+        of_linears("pack-quantized", num_bits=8),
         r"experts are INT8 \(W8A16\) of compressed-tensors; no kernel reads integers of 8 bits: ",
         dequantized=True,
     ),
     "ct_w8a8": Case(
         int8_rows,
         None,
-        compressed(
-            group(
-                "int-quantized",
-                ["Linear"],
-                num_bits=8,
-                strategy="channel",
-                inputs={"num_bits": 8, "type": "int", "dynamic": True},
-            )
-        ),
+        of_linears("int-quantized", **INT8),
         r"experts are INT8 \(W8A8\) of compressed-tensors; no kernel reads integers of 8 bits: ",
         dequantized=True,
     ),
-    "ct_mxfp8": Case(
+    "ct_mxfp8": both(
         mxfp8,
-        mxfp8,
-        compressed(group("mxfp8-quantized", ["Linear"], num_bits=8, type="float", group_size=32)),
+        of_linears("mxfp8-quantized", num_bits=8, **OF_32),
         "experts are MXFP8 of compressed-tensors; no kernel reads FP8 with scales for 32 columns",
         dequantized=True,
     ),
@@ -268,37 +220,37 @@ CASES = {
         "experts are INT8 of GPTQ; no kernel reads integers of 8 bits: quantize the experts to",
         dequantized=True,
     ),
-    "gptq_act_order": Case(
-        lambda w: gptq(w, order=True),
+    "gptq_act_order": both(
         lambda w: gptq(w, order=True),
         {**GPTQ, "desc_act": True},
         "experts are INT4 of GPTQ; each expert has its columns in an order of its own",
         dequantized=True,
     ),
     "ct_act_order": Case(
-        lambda w: packed_in_order(w),
+        packed_in_order,
         None,
-        compressed(group("pack-quantized", ["Linear"], actorder="group")),
+        of_linears("pack-quantized", actorder="group"),
         r"experts are INT4 \(W4A16\) of compressed-tensors; each expert has its columns in an ord",
         dequantized=True,
     ),
     "auto_round_mxfp4": Case(
         mxfp4,
         None,
-        _auto_round("auto_round:llm_compressor", data_type="mx_fp", act_bits=4),
+        auto_round("auto_round:llm_compressor", data_type="mx_fp", act_bits=4),
         r"experts are mx_fp of 4 bits, activations of 4, of AutoRound \(auto_round:llm_comp",
     ),
     "ct_rotated": Case(
         packed,
         None,
-        compressed(W4, transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        of_linears("pack-quantized")
+        | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
         "transform_config rotates activations before a layer, which is not supported",
     ),
-    "bnb_nf4": Case(bnb, bnb, BNB),
+    "bnb_nf4": both(bnb, BNB),
     "bnb_fp4": Case(lambda w: bnb(w, "fp4_of_bnb", torch.bfloat16), None, BNB),
     "bnb_nf4_of_attention": Case(unquantized, bnb, BNB),
-    "bnb_int8": Case(
-        bnb_int8, bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; exp"
+    "bnb_int8": both(
+        bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; exp"
     ),
     "hqq": Case(packed, None, {"quant_method": "hqq"}, "scales and zero points of HQQ are not rea"),
 }
