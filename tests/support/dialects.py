@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moelora.integrations.transformers import moe_layers
@@ -260,8 +260,6 @@ def _in_wrappers(state):
 
 def _shards(folder):
     """Splits the file of a folder in two, with their index."""
-    from safetensors.torch import load_file
-
     whole = folder / "adapter_model.safetensors"
     state = load_file(whole)
     whole.unlink()
@@ -275,8 +273,6 @@ def _shards(folder):
 
 
 def _torch_file(folder):
-    from safetensors.torch import load_file
-
     whole = folder / "adapter_model.safetensors"
     torch.save(load_file(whole), folder / "adapter_model.bin")
     whole.unlink()
@@ -319,62 +315,55 @@ _NOW = {**PEFTS, "peft_version": "0.21.2"}
 _MODULES = {**PEFTS, "lora_dropout": 0.1, "peft_version": "0.17.1"}
 _BRIDGE = {k: v for k, v in PEFTS.items() if k != "layers_to_transform"}
 
+
+def _of_parameters(what, config=_NOW, columns="rank_major", exchanged=False, **more):
+    """Experts are parameters, whose factors PEFT stacks."""
+
+    def spell(drawn):
+        return _pefts(drawn, columns=columns, exchanged=exchanged)
+
+    return Dialect(what, "fused", spell, config, targets=parameters, **more)
+
+
+_GROUPED = {"lora_B_layout": "grouped_by_expert"}
 DIALECTS = {
-    "peft": Dialect(
-        "PEFT, `target_parameters` and `target_modules`, embeddings too",
-        "fused",
-        _pefts,
-        _NOW,
-        targets=parameters,
-        embeddings=True,
+    "peft": _of_parameters(
+        "PEFT, `target_parameters` and `target_modules`, embeddings too", embeddings=True
     ),
-    "peft-0.18": Dialect(
-        "PEFT before 0.19: in and out exchanged",
-        "fused",
-        lambda drawn: _pefts(drawn, exchanged=True),
-        {**_NOW, "peft_version": "0.18.0"},
-        targets=parameters,
+    "peft-0.18": _of_parameters(
+        "PEFT before 0.19: in and out exchanged", _NOW | {"peft_version": "0.18.0"}, exchanged=True
     ),
-    "unsloth-rank-major": Dialect(
+    "unsloth-rank-major": _of_parameters(
         'Unsloth since 2026.9.6, `lora_B_layout` "rank_major"',
-        "fused",
-        _pefts,
-        {**_NOW, **UNSLOTH, "lora_B_layout": "rank_major"},
-        targets=parameters,
+        _NOW | UNSLOTH | {"lora_B_layout": "rank_major"},
     ),
-    "unsloth-grouped": Dialect(
+    "unsloth-grouped": _of_parameters(
         'the same, "grouped_by_expert"',
-        "fused",
-        lambda drawn: _pefts(drawn, columns="grouped_by_expert"),
-        {
-            **_NOW,
-            **UNSLOTH,
-            "lora_B_layout": "grouped_by_expert",
+        _NOW
+        | UNSLOTH
+        | _GROUPED
+        | {
             "unsloth_fused_expert_lora": {
                 "lora_A_layout": "grouped_by_expert",
-                "lora_B_layout": "grouped_by_expert",
+                **_GROUPED,
                 "parameters": {
-                    name: {"lora_B_layout": "grouped_by_expert", "num_experts": 4}
-                    for name in ("gate_up_proj", "down_proj")
+                    name: _GROUPED | {"num_experts": 4} for name in ("gate_up_proj", "down_proj")
                 },
-            },
+            }
         },
-        targets=parameters,
+        columns="grouped_by_expert",
     ),
-    "unsloth-unmarked": Dialect(
+    "unsloth-unmarked": _of_parameters(
         "Unsloth before: refused without `layout=`",
-        "fused",
-        lambda drawn: _pefts(drawn, columns="grouped_by_expert"),
-        {**_NOW, **UNSLOTH},
-        targets=parameters,
+        _NOW | UNSLOTH,
+        columns="grouped_by_expert",
         layout="grouped_by_expert",
     ),
-    "megatron-bridge": Dialect(
+    "megatron-bridge": _of_parameters(
         "Megatron-Bridge, folders with stacks: refused without `layout=`",
-        "fused",
-        lambda drawn: _pefts(drawn, columns="grouped_by_expert", exchanged=True),
         _BRIDGE,
-        targets=parameters,
+        columns="grouped_by_expert",
+        exchanged=True,
         layout="grouped_by_expert",
     ),
     "per-expert": Dialect(
@@ -435,20 +424,6 @@ DIALECTS = {
         _NOW,
         targets=parameters,
     ),
-    "torch-file": Dialect(
-        "`adapter_model.bin`",
-        "fused",
-        _pefts,
-        _NOW,
-        targets=parameters,
-        finish=_torch_file,
-    ),
-    "shards": Dialect(
-        "shards with an index",
-        "fused",
-        _pefts,
-        _NOW,
-        targets=parameters,
-        finish=_shards,
-    ),
+    "torch-file": _of_parameters("`adapter_model.bin`", finish=_torch_file),
+    "shards": _of_parameters("shards with an index", finish=_shards),
 }
