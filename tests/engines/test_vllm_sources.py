@@ -22,18 +22,7 @@ def sources(request):
     return Sources(request.param)
 
 
-PARTS = (
-    "LAYERS",
-    "BATCHED",
-    "DELTAS",
-    "LINEAR",
-    "CONFIGS",
-    "PREFETCH",
-    "QUANTIZED",
-    "SHARED",
-    "TRAVEL",
-    "UPDATES",
-)
+PARTS = [n for n, part in vars(interface).items() if isinstance(part, interface.Interface)]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -7,6 +7,7 @@ import torch
 from cases import Problem, Spec, same_bits
 from conftest import PLACES, on_gpu
 from gradient_cases import (
+    FACTORS,
     FEW_PLACES,
     by_autograd,
     by_hand,
@@ -38,7 +39,6 @@ SPECS = {
     "expert_map": replace(TENANTS, remote=2, routing="out_of_range"),
     "relu2": replace(TENANTS, activation="relu2", slices=1),
 }
-FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
 
 
 def problem(spec, place) -> tuple[Problem, torch.Tensor]:
