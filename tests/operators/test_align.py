@@ -154,16 +154,6 @@ def test_sorting_zeroes_large_and_empty_outputs(device):
         assert out.numel() == int((out == 0).sum())
 
 
-def test_segmented_padding_does_not_depend_on_adapters(device):
-    p = Spec(tokens=64, mix="all_different", ranks=(1,) * 16, hidden=1, inter=1).build().to(device)
-    arguments = p.align_kwargs(16)
-    base = moelora.moe_align_block_size(p.topk_ids, 16, 4)
-    segmented = moelora.moe_lora_align_block_size(**arguments, mode="segmented")
-    uniform = moelora.moe_lora_align_block_size(**arguments, mode="uniform")
-    assert segmented[3].item() == base[2].item() < uniform[3].item()
-    assert torch.equal(segmented[1], base[1])
-
-
 def test_work_is_linear_in_tokens():
     """A quadratic loop over 400 000 rows would take minutes; the sort takes milliseconds."""
     tokens = 100_000
