@@ -261,13 +261,13 @@ def test_scales_that_are_not_finite(own, lines, kind, name, at, reason):
     assert layer.experts is OWN
 
 
+def spoil(layer):
+    layer.w2_weight_scale.data[0, 0, 0] = 129
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
 def test_scales_above_two(own, lines, kind):
     """Found out too late, where vLLM's own kernels would have wanted other sizes."""
-
-    def spoil(layer):
-        layer.w2_weight_scale.data[0, 0, 0] = 129
-
     layer = QuantizedLayer(own, kind, spec_of(kind, hidden=256, inter=128), changes=spoil)
     assert layer.experts is OWN
     (line,) = lines
@@ -308,10 +308,6 @@ def test_what_nobody_has_kernels_for_is_refused(vllm, kind):
     assert str(raised.value.__cause__) == "moelora: moe_backend='marlin' is asked for"
     with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL):
         WithoutKernels(vllm, kind, spec_of(kind), subclass=True)
-
-    def spoil(layer):
-        layer.w2_weight_scale.data[0, 0, 0] = 129
-
     with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
         WithoutKernels(vllm, kind, spec_of(kind), changes=spoil)
     assert "has the e8m0 byte 129" in str(raised.value.__cause__)

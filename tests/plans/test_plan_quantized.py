@@ -59,7 +59,7 @@ def test_tiles(name, capability, tiles, dtype):
             assert row.name == of_w2.name == f"{short}_{tiles[begin]}_sm{capability}", tokens
 
 
-@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("capability, kib", [(80, 163), (86, 99), (89, 99), (90, 227), (120, 99)])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_projections_of_two_formats_share_an_alignment(pair, capability, kib):
     for tokens in TOKENS:

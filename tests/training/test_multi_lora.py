@@ -5,7 +5,6 @@ from copy import deepcopy
 import pytest
 import torch
 from conftest import DEVICES
-from gradient_cases import FACTORS, assert_gradients, grad_like, leaves
 from test_sampler_bits import WEIGHTS, draw_weights
 from torch.utils._pytree import tree_flatten
 
@@ -115,44 +114,6 @@ def test_gradients_are_those_of_tenants(tmp_path):
     tenants.add("law", tmp_path / "after", resume=True)
     for found, wanted in zip(both(3), of_tenant(), strict=True):
         assert same(found, wanted)
-
-
-@pytest.mark.parametrize("weights", ["16 bits", "mxfp4", "nf4"])
-def test_gradients_of_tenants(tmp_path, weights):
-    """Of frozen experts in few bits: as accurate as the reference asks, and a tenant's are those
-    that it has alone, to the bit."""
-    base = draw_weights(weights, torch.Generator().manual_seed(0), torch.bfloat16)
-    module, layer = experts(weights, "cpu"), moelora.MoELayer("experts", E, K, I)
-    for n in range(2):
-        opened(module, n, n).save(tmp_path / str(n))
-    dense = [w if isinstance(w, torch.Tensor) else w.unpack() for w in base]
-    found = {}
-    for adapters in ([0, 1], [0], [1]):
-        pool = moelora.AdapterPool([layer], len(adapters), 16, w13_slices=1)
-        tenants = Tenants(pool)
-        for n in adapters:
-            tenants.add(str(n), tmp_path / str(n), accumulation=2)
-        x, ids, topk_weights, index = batch(adapters, adapters)
-        arguments = {"hidden_states": x, "topk_weights": topk_weights, "topk_ids": ids}
-        arguments |= dict(zip(("w13", "w2"), dense, strict=True)) | pool.layer("experts")
-        arguments["token_lora_mapping"] = pool.mapping([str(n) for n in index.tolist()])
-        arguments = leaves(arguments, ("hidden_states", "topk_weights"))
-        out = moelora.fused_experts_lora(**arguments | {"w13": base[0], "w2": base[1]})
-        grad_out = torch.cat(
-            [grad_like((int((index == n).sum()), K), out.dtype, seed=n) for n in adapters]
-        )
-        loss = out.float() * grad_out.float()
-        tenants.step({str(n): 2 * loss[index == n].sum() for n in adapters})
-        each = [tenants[str(n)].gradients() for n in adapters]
-        found.setdefault(len(adapters), []).extend(each)
-        grads = {
-            name: torch.stack([g[i] for g in each]).bfloat16() for i, name in enumerate(FACTORS)
-        }
-        grads |= {n: arguments[n].grad for n in ("hidden_states", "topk_weights")}
-        del arguments["w13_one_a"]  # a hint of one slice
-        assert_gradients(grads, arguments, grad_out, torch.bfloat16)
-    for alone, together in zip(found[1], found[2], strict=True):
-        assert same(alone, together)
 
 
 @pytest.mark.parametrize("host", [True, False])
