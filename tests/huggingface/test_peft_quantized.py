@@ -8,6 +8,7 @@ import torch
 from hf_models import TARGETS, peft, transformers
 from peft.tuners.tuners_utils import BaseTuner
 from quantized_folders import make_folder
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
@@ -44,6 +45,19 @@ def gradients(model, ids):
     model.zero_grad(set_to_none=True)
     model(ids, labels=ids).loss.backward()
     return {n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_ddp_sends_no_weights(made):
+    """It sends buffers before each forward."""
+    model = adapted(load(made)).train()
+    moelora_peft.attach(model)
+    tiles = {id(m.tiles) for m in model.modules() if isinstance(m, QuantizedProjection)}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        called = torch.nn.parallel.DistributedDataParallel(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert tiles and not tiles & {id(buffer) for buffer in called.modules_buffers}
 
 
 def test_gradients_are_those_of_dequantized_weights(made):

@@ -42,7 +42,7 @@ from moelora.integrations.peft import generate as _generate  # noqa: F401  check
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
 from moelora.integrations.peft import sources
 from moelora.integrations.peft.experts import AttachedExperts, forward, unwatch
-from moelora.integrations.peft.parallel import Part
+from moelora.integrations.peft.parallel import Part, keep_from_ddp
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.peft.tensors import engine_tensors
 from moelora.integrations.peft.wrappers import rank_of, wrappers_of
@@ -171,6 +171,7 @@ def attach(
                 let_travel(base, experts)
                 experts._moelora, experts._moelora_layer = serving.passing, name
     serving.take_layers()
+    keep_from_ddp(model)
     return pool
 
 

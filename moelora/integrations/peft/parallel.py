@@ -28,6 +28,7 @@ from peft import peft_model
 from peft.tuners import tuners_utils
 from peft.utils import save_and_load
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.hooks import around
@@ -37,6 +38,7 @@ from moelora.integrations.transformers.parallel import (
     multiply_locally,
     ranks_of,
 )
+from moelora.integrations.transformers.projection import QuantizedProjection
 from moelora.operators.checks import dtype_name
 
 if TYPE_CHECKING:
@@ -325,6 +327,14 @@ def _of_state_dict(prefixes_of: Callable[..., set[str]], *args: Any, **kwargs: A
 
 if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
     around("_get_tuner_state_dict_key_prefixes", tuners_utils)(_of_state_dict)
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Keep quantized weights, which are buffers, out of what DDP sends before each forward."""
+    found = (n for n, m in model.named_modules() if isinstance(m, QuantizedProjection))
+    names = {f"{name}.tiles" for name in found}
+    names |= {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def whole(tensor: Any) -> Any:
