@@ -59,7 +59,6 @@ MADE = {
     "training_peers": ("training", training.training_peers),
     "training_peers_64": ("training-64", lambda: training.training_peers("training-64")),
     "training_quantized": ("training", training.training_quantized),
-    "training_quantized_fp8": ("training-fp8", lambda: training.training_quantized("training-fp8")),
     "training_quantized_nf4": ("training-nf4", lambda: training.training_quantized("training-nf4")),
     "training_on_others": ("training", training.on_other_cards),
     "training_memory_measured": ("training-memory", training.training_memory_measured),

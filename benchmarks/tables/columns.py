@@ -79,6 +79,7 @@ TABLES = {
     "rl_gap": ("rl", lambda r: r["topic"] == "rl_gap", RL_GAP),
     "rl_phases": ("rl", lambda r: r["topic"] == "rl_phase", RL_PHASES),
     "rl_updates": ("rl", lambda r: r["topic"] in ("rl_update", "rl_send"), RL_UPDATES),
+    "rl_updates_whole": ("rl-updates", lambda r: True, RL_UPDATES),
     "whole_adapters": ("whole-adapters", lambda r: r["mode"] == "graph", WHOLE),
     "cpu": ("cpu-layer", lambda r: True, CPU),
     "cpu_formats": ("cpu-formats", lambda r: True, CPU_FORMATS),
