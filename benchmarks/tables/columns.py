@@ -50,7 +50,7 @@ RL_UPDATES = """sampler: format, while: what, MiB: mib, an update (ms): ms, shor
     longest: high, tokens/s over those without: share"""
 WHOLE = "model: what, microseconds of a decode step: us, × base: ratio"
 FP8, MIXED = "fp8_block", "4 mixed"
-WEIGHTS = {"four bits": ("mxfp4", "int4"), "FP8": (FP8,)}
+WEIGHTS = {"four bits": ("mxfp4", "int4"), "NF4": ("nf4",), "FP8": (FP8,)}
 RATIOS = (
     "ratio share share_base max_err_ratio mean median most max ttft_ms_ratio tok_s_ratio".split()
 )

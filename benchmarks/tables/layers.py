@@ -34,16 +34,21 @@ def layer_ranges(device=None):
     return f"{device or card('layer')}:\n\n{markdown(titles, said)}"
 
 
+def by_weights(rows):
+    """(weights, their rows), of those that have some."""
+    found = ((what, [r for r in rows if r["format"] in names]) for what, names in WEIGHTS.items())
+    return [(what, some) for what, some in found if some]
+
+
 def format_ranges(device=None):
     """Of weights of four and of eight bits: geometric means over ranks and models. A share of the
     bound is moelora's, then vLLM's."""
     rows, said = load("formats", device)[1], []
-    for what, formats in WEIGHTS.items():
-        some = [r for r in rows if r["format"] in formats]
+    for what, some in by_weights(rows):
         ratios = [r["ratio"] for r in some if r["ratio"]]
         mean = f"{geometric_mean(ratios):.2f} ({span(ratios)})" if ratios else ""
         few = [r for r in some if r["rank"] == 16 and r["tokens"] >= 4]
-        cells = [what, mean, faster_than_base(few)]
+        cells = [what, mean, faster_than_base(few) if ratios else ""]
         for part in by_tokens(some, MANY):
             share = f"**{geometric_mean(r['share'] for r in part):.2f}**" if part else ""
             theirs = [r["bound_us"] / r["rivals"]["vllm_lora"] for r in part if r["ratio"]]
@@ -84,14 +89,11 @@ def cpu_format_ranges():
         return AWAITED
     meta, rows = load("cpu-formats")
     said = []
-    for what, formats in WEIGHTS.items():
+    for what, some in by_weights(rows):
         cells = [what]
         for who in ("unpacking", "bf16"):
             times = [
-                r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"]
-                for r in rows
-                if r["format"] in formats
-                for add in ("", "_base")
+                r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"] for r in some for add in ("", "_base")
             ]
             cells.append(f"{span(times)} (longer in {sum(t > 1 for t in times)} of {len(times)})")
         said.append(cells)
