@@ -23,6 +23,8 @@ Import this module before PEFT adds an adapter (`get_peft_model`, `PeftModel.fro
 adapter, since `attach` refuses adapters that PEFT has not loaded completely; gives quantized
 experts parameters to target; and makes PEFT target experts that tensor parallelism has split, which
 it fails at by itself (`'ParamWrapper' object has no attribute 'weight'`).
+
+`parallel` shares factors and joins gradients among processes; `experts` runs the layers.
 """
 
 from __future__ import annotations
