@@ -288,7 +288,7 @@ class LoraSlot(Trained):
 
     @torch.no_grad()
     def _write(self, adapter: Adapter) -> None:
-        """Write an adapter to the slot; what it lacks becomes 0. ValueError before anything is."""
+        """Write an adapter to the slot; what it lacks becomes 0. ValueError before any write."""
         others = [*(adapter.experts.keys() - self.layers.keys()), *adapter.linears]
         if others:
             raise ValueError(
@@ -298,13 +298,13 @@ class LoraSlot(Trained):
         for name, pairs in found.items():
             layer = self.layers[name]
             for projection, pair in pairs.items():
-                wide, tall = layer.shape(projection)
-                sizes = pair.a.shape[-1], pair.b.shape[-2], {len(pair.a), len(pair.b)}
-                if sizes[:2] != (wide, tall) or not sizes[2] <= {1, layer.num_experts}:
+                sizes, experts = layer.shape(projection), {len(pair.a), len(pair.b)}
+                fits = (pair.a.shape[-1], pair.b.shape[-2]) == sizes
+                if not fits or not experts <= {1, layer.num_experts}:
                     raise ValueError(
                         f"the adapter's {projection} of {name} is {tuple(pair.a.shape)} and "
-                        f"{tuple(pair.b.shape)}, wanted {wide} columns of A, {tall} rows of B and "
-                        f"{layer.num_experts} experts"
+                        f"{tuple(pair.b.shape)}, wanted {sizes[0]} columns of A, {sizes[1]} rows "
+                        f"of B and {layer.num_experts} experts"
                     )
         rank = max((pair.rank for pairs in found.values() for pair in pairs.values()), default=1)
         if rank > self.max_rank:

@@ -144,8 +144,8 @@ class MultiLoraExperts(nn.Module):
         buffers: Any = self._buffers
         scalings = buffers["lora_scalings"]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # of torch
-        if (moved := buffers["lora_scalings"]).dtype != torch.float32:
-            buffers["lora_scalings"] = scalings.to(moved.device)
+        if (rounded := buffers["lora_scalings"]).dtype != torch.float32:  # by model.bfloat16()
+            buffers["lora_scalings"] = scalings.to(rounded.device)
         for name in FACTORS:  # each parameter has moved by itself
             moved = [getattr(slot, name) for slot in self.slots]
             if any(hasattr(p, "placements") or p.dtype != torch.float32 for p in moved):

@@ -215,8 +215,8 @@ class QuantizedWeights(FromFP4, FromFP8, FromINT4, TiledWeights):
         Raises
         ------
         ValueError
-            A shape or a dtype is not as above, or a number is not finite or beyond the format: 12
-            of MXFP4, whose scales are at most 2.
+            A shape or a dtype is not as above, or a number is not finite or larger than the format
+            allows: 12 for MXFP4, as scales are at most 2.
         {other_type}
         {no_kernel}
         """

@@ -22,13 +22,14 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 INT4_GROUP = 128  # columns, where they divide K
 LARGEST_FP8 = 448.0
 LARGEST_E2M1 = 6.0
+# Largest magnitudes: their scales are the largest that checkpoints may have. NVFP4 has no limit.
 LARGEST = {
     "nf4": LARGEST_SCALE,
     "fp4": LARGEST_SCALE,
     "mxfp4": 2 * LARGEST_E2M1,
     "int4": 7 * LARGEST_SCALE,
     "fp8": 255 * LARGEST_FP8,
-}  # magnitudes, those of the largest scales that are read of checkpoints; NVFP4: no limit
+}
 
 
 def _codes(kernel: str) -> tuple[float, ...]:

@@ -408,7 +408,7 @@ def forward(
 def _check_merged(
     layer: str, wrappers: Sequence[Wrapper], active: list[str], names: Sequence[str] | None
 ) -> None:
-    """Raise if an adapter of the call is not merged: experts then run on merged weights alone."""
+    """Raise unless the merged weights alone are what the call asks for."""
     if names is not None:
         raise ValueError(
             f"adapter_names with an adapter merged into {layer}; call unmerge_adapter first"

@@ -330,7 +330,7 @@ if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Keep quantized weights, which are buffers, out of what DDP sends before each forward."""
+    """Keep quantized weights, which are buffers, out of DDP's broadcast before each forward."""
     found = (n for n, m in model.named_modules() if isinstance(m, QuantizedProjection))
     names = {f"{name}.tiles" for name in found}
     names |= {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}

@@ -59,8 +59,8 @@ def engine_tensors(
             linears[name] = LinearLayer(name, a.shape[1], b.shape[0])
     read = checkpoint.load(state, config, [*layers.values()], [*linears.values()])
     names = names_of(model_type)._replace(second=None)  # engines refuse factors of no layer
-    pairs = (len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
-    if config.rank_pattern or config.alpha_pattern or not all(pairs):
+    stacked = all(len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
+    if config.rank_pattern or config.alpha_pattern or not stacked:
         return per_expert_tensors(read, layers, linears, names=names, copy=False)
     written, stacks = peft_tensors(read, layers, linears, copy=False)
     return written, {names.of(key)[0]: tensor for key, tensor in stacks.items()}

@@ -55,8 +55,8 @@ def record_routing(model: nn.Module, rows: int) -> Iterator[Routing]:
     Raises
     ------
     ValueError
-        The model has no experts, or `rows` is no count; in the forward: its tokens are not as many
-        for each of `rows`.
+        The model has no experts, or `rows` is not a positive integer; in the forward: the number of
+        tokens is not a multiple of `rows`.
     RuntimeError
         In the forward: a router does not choose by one `torch.topk` of all experts.
     """
@@ -102,8 +102,8 @@ def replay_routing(model: nn.Module, ids: Tensor | Sequence[Any]) -> Iterator[No
     if not isinstance(ids, Tensor):
         if not len(ids) or any(row is None for row in ids):
             raise ValueError(
-                "ids is empty or has a row that is None, wanted an array of each row: vLLM returns "
-                "them under enable_return_routed_experts"
+                "ids is empty or has a row that is None, wanted an array for each row: vLLM "
+                "returns them under enable_return_routed_experts"
             )
         each = [torch.as_tensor(row) for row in ids]
         if any(row.is_floating_point() or row.shape[1:] != each[0].shape[1:] for row in each):

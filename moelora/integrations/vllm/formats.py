@@ -114,7 +114,7 @@ def _gptq_reason(method: Any) -> str | None:
 
 def _compressed(method: Any, layer: Any, name: str, options: dict[str, Any]) -> QuantizedWeights:
     def part(what: str) -> PerExpert:
-        """Rows first, as in checkpoints, also of what is loaded transposed."""
+        """Rows first, as in checkpoints: vLLM may have loaded the parameter transposed."""
         parameter = getattr(layer, f"{name}_weight_{what}")
         transposed = getattr(parameter, "is_transposed", False)
         return [expert.t() for expert in parameter.data] if transposed else parameter.data
@@ -138,8 +138,8 @@ def _fp8(
     method: Any, layer: Any, name: str, options: dict[str, Any], of_blocks: str = "weight_scale"
 ) -> QuantizedWeights:
     # Without FP8 arithmetic, vLLM's Marlin kernels keep activations unquantized.
-    options |= {"activations": "native" if "MARLIN" in method.fp8_backend.name else "fp8"}
-    weight = _get(layer, f"{name}_weight")
+    activations = "native" if "MARLIN" in method.fp8_backend.name else "fp8"
+    weight, options = _get(layer, f"{name}_weight"), options | {"activations": activations}
     if method.block_quant:
         block = tuple(getattr(method, "moe_block_shape", method.weight_block_size))
         scales = _get(layer, f"{name}_{of_blocks}")

@@ -85,6 +85,7 @@ class Route:
     """An endpoint plugin of vLLM, and the ASGI application of its path."""
 
     required_tasks = ("generate",)
+    name: str
     path: str
     method: str
     _engine: Any = None
