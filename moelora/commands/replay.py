@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from moelora import _C
 from moelora.operators import dump, trace
 from moelora.operators.schema import OPERATORS
 from moelora.operators.terminal import printable
+from moelora.operators.torch_private import tree_map_only
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,13 +22,18 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moelora import _C
 from moelora.operators.checks import dtype_name
 from moelora.operators.schema import OPERATORS
 from moelora.operators.storage import holds, reach
-from moelora.operators.torch_private import OpOverload, arguments_of, name_of
+from moelora.operators.torch_private import (
+    OpOverload,
+    arguments_of,
+    name_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 KEY = "moelora_dump"
 STRINGS = ("op", "error", "moelora", "torch")

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moelora.adapters import checkpoint
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import peft_tensors
 from moelora.operators.checks import check_count, check_number
+from moelora.operators.torch_private import tree_flatten, tree_unflatten
 from moelora.training.multi import FACTORS, MultiLoraExperts
 from moelora.training.tenants import files
 from moelora.training.tenants.factors import Factor, padded

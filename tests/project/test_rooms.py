@@ -1,6 +1,7 @@
 """Which rooms of the package a room may import: without a circle, each can be read alone."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 
 from checkout import ROOT
@@ -63,3 +64,14 @@ def test_rooms_have_no_circle():
 def test_rows_name_only_rooms_that_are_imported():
     used = {(a, b) for a, b, _ in arrows() if a != b}
     assert {(a, b) for a in ROOMS for b in ROOMS[a]} - used == set()
+
+
+def test_private_symbols_of_torch_stand_in_one_file():
+    private = re.compile(r"(from |import )?torch(\.\w+)*(\.| import )_[a-zA-Z]")
+    kinds = (ast.Attribute, ast.Import, ast.ImportFrom)
+    for path in sorted((ROOT / "moelora").rglob("*.py")):
+        if path.name == "torch_private.py" or "baselines" in path.parts:
+            continue
+        nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kinds))
+        found = [f"{path}:{node.lineno}" for node in nodes if private.match(ast.unparse(node))]
+        assert not found

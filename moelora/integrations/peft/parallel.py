@@ -28,7 +28,6 @@ from peft import peft_model
 from peft.tuners import tuners_utils
 from peft.utils import save_and_load
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.hooks import around
@@ -40,6 +39,13 @@ from moelora.integrations.transformers.parallel import (
 )
 from moelora.integrations.transformers.projection import QuantizedProjection
 from moelora.operators.checks import dtype_name
+from moelora.operators.torch_private import (
+    backward_number,
+    coalesced,
+    foreach_div_,
+    ignore_in_ddp,
+    when_backward_ends,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -263,12 +269,11 @@ class _Averaging:
             parameter.register_post_accumulate_grad_hook(self._completed)
 
     def _completed(self, parameter: Tensor) -> None:
-        current = torch._C._current_graph_task_id()
+        current = backward_number()
         complete = self.complete.get(current)
         if complete is None:
             complete = self.complete[current] = _Complete()
-            average = partial(self._average, complete)
-            torch.autograd.Variable._execution_engine.queue_callback(average)
+            when_backward_ends(partial(self._average, complete))
         complete.append(parameter)
 
     def _average(self, complete: _Complete) -> None:
@@ -279,10 +284,10 @@ class _Averaging:
                 by_dtype.setdefault(grad.dtype, []).append(grad)
         for grads in by_dtype.values():
             for group, size in self.sizes.items():
-                with torch.distributed._coalescing_manager(group):  # type: ignore[attr-defined]
+                with coalesced(group):
                     for grad in grads:
                         torch.distributed.all_reduce(grad, group=group)
-                torch._foreach_div_(grads, size)
+                foreach_div_(grads, size)
 
 
 def _of_tp(features_of: Callable[..., Any], module: nn.Module) -> Any:
@@ -332,9 +337,7 @@ if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
 def keep_from_ddp(model: nn.Module) -> None:
     """Keep quantized weights, which are buffers, out of DDP's broadcast before each forward."""
     found = (n for n, m in model.named_modules() if isinstance(m, QuantizedProjection))
-    names = {f"{name}.tiles" for name in found}
-    names |= {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ignore_in_ddp(model, {f"{name}.tiles" for name in found})
 
 
 def whole(tensor: Any) -> Any:

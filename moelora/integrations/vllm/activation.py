@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
 from moelora.integrations.vllm import travel, wrap
+from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
 
@@ -100,10 +101,10 @@ class Writes:
     def do(self, slot: int) -> None:
         """Write to a slot, on the current stream; nothing waits for it."""
         if self.zeros:
-            torch._foreach_zero_([stack[slot] for stack in self.zeros])
+            foreach_zero_([stack[slot] for stack in self.zeros])
         if self.copies:
             parts = [_part_of(stack, slot, part) for stack, part, _ in self.copies]
-            torch._foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
+            foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
 
     def add(self, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
         """What a module noted, without writes that later ones cover."""

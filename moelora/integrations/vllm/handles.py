@@ -23,6 +23,7 @@ from torch import Tensor
 from moelora.integrations import shown
 from moelora.operators.checks import dtype_name
 from moelora.operators.storage import check_held
+from moelora.operators.torch_private import open_shared, shared_fields
 
 ALIGN = 256  # bytes, as of allocations; the token has the first
 _TOKEN = 16
@@ -82,14 +83,9 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> SharedTensors:
     buffer[:_TOKEN] = torch.tensor([*token], dtype=torch.uint8)
     for name, view in _views(buffer, index).items():
         view.copy_(tensors[name].detach())
-    storage: Any = buffer.untyped_storage()
-    if device.type == "cuda":
-        uuid, (_, *fields) = _uuid(device), storage._share_cuda_()
-        # torch would keep a buffer whose handle no process opens. Here the handle's owner keeps it.
-        storage._release_ipc_counter(*fields[3:5], device=device)
-    else:
-        uuid, fields = "cpu", storage._share_filename_cpu_()
-    shared = SharedTensors(uuid, token, tuple(fields), tuple(index), buffer)
+    uuid = _uuid(device) if device.type == "cuda" else "cpu"
+    fields = shared_fields(buffer.untyped_storage())
+    shared = SharedTensors(uuid, token, fields, tuple(index), buffer)
     weakref.finalize(shared, buffer[:_TOKEN].zero_).atexit = False
     return shared
 
@@ -99,9 +95,8 @@ def opened(sent: Sequence[Any], worker: Any) -> dict[str, Tensor]:
     unless that is on another GPU. ValueError if they cannot be read."""
     uuid, token, fields, index = sent
     try:
-        if uuid == "cpu":
-            storage: Any = torch.UntypedStorage._new_shared_filename_cpu(*fields)
-        else:
+        local = None
+        if uuid != "cpu":
             numbers = range(torch.cuda.device_count())
             local = next((n for n in numbers if _uuid(torch.device("cuda", n)) == uuid), None)
             if local is None:
@@ -109,7 +104,7 @@ def opened(sent: Sequence[Any], worker: Any) -> dict[str, Tensor]:
                     f"the tensors are on GPU {uuid}, which this worker does not see: share them on "
                     "one of its GPUs, or on the host"
                 )
-            storage = torch.UntypedStorage._new_shared_cuda(local, *fields)
+        storage = open_shared(fields, local)
     except RuntimeError as error:
         raise ValueError(f"{_GONE} ({shown(error)})") from None
     buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -34,6 +34,7 @@ import torch
 from moelora import _C
 from moelora.integrations import shown, switched_on
 from moelora.integrations.vllm import SWITCH, say_once
+from moelora.operators.torch_private import driver_version
 
 SIZES = (8, 128, 2048)  # tokens: decode of few, of many, prefill
 BUDGET = 2.0  # seconds of timing in a process
@@ -104,7 +105,7 @@ def identity(format: str, **shapes: Any) -> dict[str, Any]:
         "card": _card(),
         "capability": list(capability),
         "limit": os.environ.get("MOELORA_MAX_CC", ""),
-        "driver": getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)(),
+        "driver": driver_version(),
         "torch": torch.__version__,
         "vllm": getattr(vllm, "__version__", "unknown"),
         "moelora": _C.version(),

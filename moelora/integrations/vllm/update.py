@@ -35,6 +35,7 @@ from moelora.integrations import shown
 from moelora.integrations.vllm import wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
 from moelora.operators.storage import check_held
+from moelora.operators.torch_private import foreach_copy_
 
 PREFIX = "/moelora/"  # an absolute path, which vLLM takes as it is
 FIRST_ID = 1_000_000_000  # of vLLM's LoRA ids: below are those of folders
@@ -473,7 +474,7 @@ def _copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[st
     and trainers write their tensors."""
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
     copies = {k: empty(t, dtype=dtype if ".lora_" in k else None) for k, t in tensors.items()}
-    torch._foreach_copy_([*copies.values()], [t.detach() for t in tensors.values()])
+    foreach_copy_([*copies.values()], [t.detach() for t in tensors.values()])
     return copies
 
 
