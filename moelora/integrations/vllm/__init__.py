@@ -36,6 +36,7 @@ from moelora import _C
 from moelora.integrations import reason_against_build, shown, switched_off, switched_on
 
 SWITCH = "MOELORA_VLLM"
+PREFETCH = "MOELORA_VLLM_PREFETCH"
 OWN_PATH = "vLLM's own path runs"
 UNEXPECTED = AttributeError, TypeError  # where an object of another release is read
 
@@ -132,7 +133,7 @@ def _install() -> None:
         "prefetch": (interface.PREFETCH, prefetch.OWN_COPIES),
         "methods": (interface.QUANTIZED, f"{OWN_PATH} for quantized layers"),
     }
-    if not switched_on(prefetch.SWITCH):
+    if not switched_on(PREFETCH):
         del needed["prefetch"]
     for name, (part, otherwise) in needed.items():
         why_not = linear.off_here() if name == "linear" else None

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moelora.integrations import shown
-from moelora.integrations.vllm import activation, say_once, wrap
+from moelora.integrations.vllm import PREFETCH, activation, say_once, wrap
 from moelora.integrations.vllm.update import manager_of
 
-SWITCH = "MOELORA_VLLM_PREFETCH"
 METHOD = "moelora_prefetch"
-SERVED = f"adapters are copied to slots while other requests run, as {SWITCH}=1 says"
+SERVED = f"adapters are copied to slots while other requests run, as {PREFETCH}=1 says"
 OWN_COPIES = "vLLM copies an adapter to its slot in the step that runs it"
 LOOKED_AT = 256  # waiting requests, before each step
 

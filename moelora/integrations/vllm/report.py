@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moelora.integrations import switched_on
 from moelora.integrations.report import Part, Report, part
-from moelora.integrations.vllm import SWITCH, interface, linear, prefetch, problem_here
+from moelora.integrations.vllm import PREFETCH, SWITCH, interface, linear, problem_here
 from moelora.integrations.vllm.formats import FORMATS
 
 
@@ -28,8 +28,8 @@ def parts() -> list[Part]:
     if linears.runs == "moelora" and (why := linear.off_here()):
         linears = replace(linears, runs="own", why=why)
     copies = part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH)
-    if copies.runs == "moelora" and not switched_on(prefetch.SWITCH):
-        copies = replace(copies, runs="own", why=f"no {prefetch.SWITCH}=1")
+    if copies.runs == "moelora" and not switched_on(PREFETCH):
+        copies = replace(copies, runs="own", why=f"no {PREFETCH}=1")
     return [*found, adapters, linears, copies]
 
 
