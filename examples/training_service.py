@@ -125,7 +125,7 @@ class Service:
 
     def _check_tokens(self, rows: list[list[int]], new: int = 0) -> None:
         vocabulary = self.model.config.vocab_size
-        # A batch is as long as its longest row.
+        # Rows are padded to the longest of a batch: one too long would fail for all.
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if not rows or not all(rows):
             raise ValueError("there are no tokens")
