@@ -4,6 +4,8 @@ Makes a checkpoint folder as OpenAI publishes gpt-oss, with MXFP4 experts, but s
 weights; loads it without dequantizing an expert; trains an adapter of experts and attention with
 PEFT and transformers' Trainer on the text of the demo; samples between steps from the model that
 trains; and serves what it saved. `--model openai/gpt-oss-20b` takes a real folder instead.
+`--experts nf4` rounds the experts of a folder of 16 bits while it is loaded: of a small Qwen3-MoE
+made here, or of `--model Qwen/Qwen3-30B-A3B`.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import torch
 import transformers
 from demo_data import training_tokens
 from peft import LoraConfig, get_peft_model
-from quantized_folders import TARGETS, gpt_oss, make_folder
+from quantized_folders import TARGETS, gpt_oss, make_folder, qwen3_moe
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
@@ -26,6 +28,7 @@ from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArgume
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers.projection import QuantizedProjection
+from moelora.weights.rounding import ROUNDINGS
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BYTES = 256  # the vocabulary of the folder made here
@@ -79,6 +82,7 @@ def at_least(least: int):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", help="a folder or an id on the Hub, instead of a small one")
+    parser.add_argument("--experts", choices=ROUNDINGS, help="round experts of 16 bits to this")
     # The loss of the last step is compared with that of the first.
     parser.add_argument("--steps", type=at_least(2), default=30)
     parser.add_argument("--batch", type=at_least(1), default=8, help="rows of a step")
@@ -94,12 +98,18 @@ def main() -> int:
     source = args.model
     if source is None:
         source = args.out / "model"
-        config = gpt_oss()
+        config = qwen3_moe() if args.experts else gpt_oss()
         config.vocab_size = BYTES
-        make_folder(source, "mxfp4", config=config)
+        if args.experts:
+            torch.manual_seed(0)
+            config.initializer_range = 0.15
+            made = transformers.AutoModelForCausalLM.from_config(config)
+            made.bfloat16().save_pretrained(source)
+        else:
+            make_folder(source, "mxfp4", config=config)
 
     def load():
-        return moelora_hf.load_quantized(source, device_map=device)
+        return moelora_hf.load_quantized(source, device_map=device, experts=args.experts)
 
     torch.manual_seed(0)
     base = load()

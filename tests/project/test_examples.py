@@ -33,6 +33,7 @@ demo.py --windows 1 --repeats 1
 quantized.py
 train_demo.py --steps 1 --adapter-steps 1 --adapters charmap --model out/m --adapters-dir out/a
 train_qlora.py --steps 6 --batch 4 --length 24 --lr 1e-2
+train_qlora.py --experts nf4 --steps 6 --batch 4 --length 24 --lr 1e-2
 whole_adapters.py
 """
 HELP = re.sub(r"\b.py .*", ".py --help", re.sub(r"^\w+\.py$", "", LONG, flags=re.M))

@@ -29,8 +29,9 @@ def test_both_runs_have_the_same_losses(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "moelora/charmap/adapter_model.safetensors").exists()
 
 
-def test_qlora_of_a_folder_made_on_the_spot(tmp_path, monkeypatch, capsys):
-    words = ["--steps", "6", "--batch", "4", "--length", "24", "--lr", "1e-2"]
+@pytest.mark.parametrize("more", [[], ["--experts", "nf4"]], ids=["mxfp4", "nf4"])
+def test_qlora_of_a_folder_made_on_the_spot(tmp_path, monkeypatch, capsys, more):
+    words = ["--steps", "6", "--batch", "4", "--length", "24", "--lr", "1e-2", *more]
     monkeypatch.setattr(sys, "argv", ["train_qlora.py", *words, "--out", str(tmp_path)])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
