@@ -117,8 +117,7 @@ def checkpoint(w: Sequence[Tensor] | Tensor, rounding: Any) -> Checkpoint:
     device = first.device
     group = _group_of(rounding, columns)
     if columns % group:
-        got = f"w has {columns} columns (K)"
-        raise ValueError(f"{got}, expected a multiple of {group} for {rounding}")
+        raise ValueError(f"K is {columns}, expected a multiple of {group} for {rounding}")
     of_tensor = None
     if rounding == "nvfp4":
         of_tensor = torch.empty((len(w), 1), dtype=torch.float32, device=device)

@@ -69,7 +69,7 @@ def freed(tensor):
     ("w", "format", "message"),
     [
         (torch.zeros(1, 2, 64), "nf5", "format is 'nf5', expected one of 'nf4', 'fp4', 'mxfp4'"),
-        (torch.zeros(1, 2, 96), "nf4", "w has 96 columns .K., expected a multiple of 64 for nf4"),
+        (torch.zeros(1, 2, 96), "nf4", "K is 96, expected a multiple of 64 for nf4"),
         (torch.zeros(2, 64), "nf4", r"w\[0\] has shape \(64,\), expected"),
         (torch.zeros(0, 2, 64), "nf4", "w has no experts"),
         ([torch.zeros(2, 64), torch.zeros(4, 64)], "int4", r"w\[1\] has shape \(4, 64\), expected"),

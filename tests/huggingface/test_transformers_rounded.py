@@ -66,6 +66,15 @@ def test_what_cannot_be_rounded(tmp_path, case, experts, message):
     refused(tmp_path, message, experts=experts)
 
 
+def test_the_layer_of_columns_that_do_not_fit_is_named(tmp_path, monkeypatch):
+    config = folder_cases.CONFIGS["qwen3_moe"]()
+    config.hidden_size = 160
+    monkeypatch.setitem(folder_cases.CONFIGS, "qwen3_moe", lambda: config)
+    plain(tmp_path, "qwen3_moe")
+    message = "layers.0.mlp.experts.gate_up_proj: K is 160, expected a multiple of 64 for nf4"
+    refused(tmp_path, message, experts="nf4")
+
+
 def test_attention_of_bitsandbytes_beside_rounded_experts(tmp_path):
     exact = make(tmp_path, "bnb_nf4_of_attention")
     loaded = moelora_hf.load_quantized(tmp_path, experts="nf4").state_dict()

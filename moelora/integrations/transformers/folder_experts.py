@@ -154,9 +154,9 @@ class LayerOfFolder:
             else:
                 each = OneByOne(self.folder, self._names(own, shape[0]), shape)
                 gate_up = gate_up and "concatenated"
-            weights = QuantizedWeights.from_dense(
-                each, rounding, gate_up=gate_up, dtype=dtype, activations=activations or "native"
-            )
+            kinds: dict[str, Any] = {"dtype": dtype, "activations": activations or "native"}
+            with errors_about(f"{self.layer}.{own}", ValueError):
+                weights = QuantizedWeights.from_dense(each, rounding, gate_up=gate_up, **kinds)
             made.append(replace(weights, gate_up=self.gate_up(own)))
         return made[0], made[1]
 
