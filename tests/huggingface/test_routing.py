@@ -72,6 +72,9 @@ def test_layers_differ_in_no_bit(config):
         assert torch.equal(sampler[layer](hidden, top_k, weights), out)
         assert module is not sampler[layer]
     assert torch.equal(taken.ids()[:, :-1], ids)
+    with mt.record_routing(trainer, ROWS) as around, mt.replay_routing(trainer, ids):
+        trainer(tokens)
+    assert torch.equal(around.ids()[:, :, :1], own.ids()[:, :, :1])
 
 
 @pytest.mark.parametrize("config", MODELS)

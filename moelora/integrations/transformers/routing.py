@@ -59,6 +59,11 @@ def record_routing(model: nn.Module, rows: int) -> Iterator[Routing]:
         tokens is not a multiple of `rows`.
     RuntimeError
         In the forward: a router does not choose by one `torch.topk` of all experts.
+
+    Notes
+    -----
+    Around `replay_routing` it records what the routers chose themselves, within it what was
+    replayed. A backward within that repeats forwards (activation checkpointing) records them again.
     """
     check_count("rows", rows)
     blocks = _blocks(model)
