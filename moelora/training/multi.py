@@ -58,7 +58,9 @@ class MultiLoraExperts(nn.Module):
     Raises
     ------
     ValueError
-        A shape does not fit the others, or a number is no count.
+        A shape does not fit the others, or a number is no count; or as `fused_experts_lora`.
+    TypeError
+        As `fused_experts_lora`.
 
     Notes
     -----
@@ -102,8 +104,9 @@ class MultiLoraExperts(nn.Module):
         super().__init__()
         check_count("slots", slots)
         check_count("max_rank", max_rank)
-        (e, n, k), i = w13.shape, w2.shape[-1]
         gated = activation != "relu2"
+        e, n, k = w13.shape if len(w13.shape) == 3 else (0, 0, 0)
+        i = w2.shape[-1] if w2.shape else 0
         if tuple(w2.shape) != (e, k, i) or n != (2 * i if gated else i):
             wanted = "(E, 2 I, K) and (E, K, I)" if gated else "(E, I, K) and (E, K, I)"
             raise ValueError(
@@ -199,18 +202,15 @@ class MultiLoraExperts(nn.Module):
                     "or for each sequence of as many rows"
                 )
             lora = {name: self._stack(name) for name in FACTORS}
-            lora["token_lora_mapping"] = (
-                adapters.to(rows.device, torch.int32)
-                .reshape(-1)
-                .repeat_interleave(len(rows) // count)
-            )
+            index = adapters.to(rows.device, torch.int64).reshape(-1)
+            lora["token_lora_mapping"] = index.repeat_interleave(len(rows) // count)
             lora |= {"lora_ranks": self.lora_ranks, "lora_scalings": self.lora_scalings}
         out = fused_experts_lora(
             rows.to(w13.dtype),
             w13,
             w2,
-            top_k_weights.reshape(len(rows), -1).float(),
-            top_k_index.reshape(len(rows), -1),
+            top_k_weights.reshape(len(rows), top_k_weights.shape[-1]).float(),
+            top_k_index.reshape(len(rows), top_k_index.shape[-1]),
             w13_bias=self.w13_bias,  # type: ignore[arg-type] # buffers
             w2_bias=self.w2_bias,  # type: ignore[arg-type]
             expert_map=self.expert_map,  # type: ignore[arg-type]

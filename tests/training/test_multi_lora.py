@@ -199,7 +199,8 @@ def test_a_slot_has_the_gradients_of_what_is_put_into_it(more):
 
 
 def test_rows_and_sequences(tmp_path):
-    """An index per sequence is that of its rows; -1 and a slot that is not open are the base."""
+    """An index per sequence is that of its rows; -1, a slot that is not open and one that there is
+    not are the base."""
     module = experts("16 bits", "cpu")
     opened(module, 0, 0), opened(module, 2, 1)
     draws = torch.Generator().manual_seed(1)
@@ -212,6 +213,9 @@ def test_rows_and_sequences(tmp_path):
     assert torch.equal(out.flatten(0, 1), flat)
     base = module(x, ids, weights)
     assert torch.equal(out[[1, 3]], base[[1, 3]]) and not torch.equal(out[[0, 2]], base[[0, 2]])
+    far = module(x, ids, weights, torch.tensor([2**32, -(2**32), 3, 2**40 + 2]))
+    assert torch.equal(far, base)
+    assert module(x[:0], ids[:0], weights[:0], index).shape == x[:0].shape
     set_adapters(torch.nn.Sequential(module), index)
     assert torch.equal(module(x, ids, weights), out)
 
@@ -312,11 +316,14 @@ BAD = {
         lambda m: set_adapters(torch.nn.Linear(2, 2), torch.tensor([0])),
         "Linear has no MultiLoraExperts",
     ),
-    "shapes": (
-        lambda m: MultiLoraExperts(m.w13, m.w13, slots=1, max_rank=1),
-        "w13 and w2 are .* wanted",
-    ),
+    "shapes": (lambda m: again(m, w2=m.w13), "w13 and w2 are .* wanted"),
+    "a matrix": (lambda m: again(m, w13=m.w13[0]), "w13 and w2 are .256, 256. and .* wanted"),
 }
+
+
+def again(module, **changed):
+    weights = {"w13": module.w13, "w2": module.w2}
+    return MultiLoraExperts(**weights | changed, slots=1, max_rank=1)
 
 
 @pytest.mark.parametrize("bad", BAD)
