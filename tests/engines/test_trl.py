@@ -140,8 +140,12 @@ def deltas(peft):
 
 @pytest.mark.parametrize(
     ("options", "tensors"),
-    [({}, 2 + 2 * 2 * 2), ({"alpha_pattern": {LINEAR: 5}}, 2 + 2 * 2 * 3 * E)],
-    ids=["stacks", "pairs"],
+    [
+        ({}, 2 + 2 * 2 * 2),
+        ({"alpha_pattern": {LINEAR: 5}}, 2 + 2 * 2 * 3 * E),
+        ({"alpha_pattern": {LINEAR: 5}, "target_parameters": None}, 2),
+    ],
+    ids=["stacks", "pairs", "no experts"],
 )
 def test_factors_are_pushed_and_each_generation_names_its_version(trainer, options, tensors):
     """The model is neither merged nor sent; the engine has what PEFT computes."""

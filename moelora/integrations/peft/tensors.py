@@ -48,7 +48,8 @@ def engine_tensors(
     state: dict[str, Tensor] = {key: whole(tensor).detach() for key, tensor in found.items()}
     base = base_of(model)
     model_type = base.config.get_text_config().model_type
-    if model_type in STACKED or not config.target_parameters:
+    uneven = config.rank_pattern or config.alpha_pattern
+    if model_type in STACKED if config.target_parameters else not uneven:
         return config.to_dict(), state
     layers = {name: layer for name, (_, layer) in moe_layers(base).items()}
     linears = {}
@@ -60,7 +61,7 @@ def engine_tensors(
     read = checkpoint.load(state, config, [*layers.values()], [*linears.values()])
     names = names_of(model_type)._replace(second=None)  # engines refuse factors of no layer
     stacked = all(len(p) == 2 and not layers[n].interleaved for n, p in read.experts.items())
-    if config.rank_pattern or config.alpha_pattern or not stacked:
+    if uneven or not stacked:
         return per_expert_tensors(read, layers, linears, names=names, copy=False)
     written, stacks = peft_tensors(read, layers, linears, copy=False)
     return written, {names.of(key)[0]: tensor for key, tensor in stacks.items()}
