@@ -1,5 +1,6 @@
 """Names of adapters: which ones a pool accepts, and that of rows without one."""
 
+import re
 from collections.abc import Iterable
 
 BASE = "__base__"  # PEFT's
@@ -38,6 +39,8 @@ def distinct(names: Iterable[str | None]) -> list[str]:
 def check_name(name: object) -> None:
     """Raises ValueError for what no adapter can be called."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"name is {name!r}, wanted a non-empty string")
+        raise ValueError(f"name is {name!r:.80}, wanted a non-empty string")
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", name):
+        raise ValueError(f"name is {name!r:.80}, wanted one without control characters")
     if name == BASE:
         raise ValueError(f"name is {name!r}, which stands for no adapter; wanted another one")

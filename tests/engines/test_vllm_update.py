@@ -316,7 +316,7 @@ def test_bad_input_is_refused_before_anything_switches(llm, bad):
     serves(engine.step()["b"], 3)
 
 
-@pytest.mark.parametrize("name", ["", "a@b", "a/b", "__base__", 3])
+@pytest.mark.parametrize("name", ["", "a@b", "a/b", "__base__", 3, "a\nb", "a\0", "\x9f"])
 def test_names_that_versions_have_are_refused(llm, name):
     with pytest.raises(ValueError, match="name"):
         update.update_adapters(llm, {name: given(1)})
