@@ -366,6 +366,23 @@ def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after, monkeypatch):
     assert versions(engine) == ["law@1", "law@3"]
 
 
+def test_what_a_lost_reply_leaves_staged_is_dropped(llm, monkeypatch):
+    engine = llm.llm_engine
+    calls = engine.collective_rpc
+    update.update_adapters(llm, {"law": given(1)})
+
+    def lose(method, timeout=None, args=(), kwargs=None):
+        found = calls(method, timeout, args, kwargs)
+        if method == "moelora_stage":
+            raise TimeoutError("no reply")
+        return found
+
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no reply"):
+        patch.setattr(engine, "collective_rpc", lose)
+        update.update_adapters(llm, {"law": given(2)})
+    assert versions(engine) == ["law@1"]
+
+
 NAMED = {"law": 1, "code": 2}
 
 

@@ -20,7 +20,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -176,11 +176,18 @@ async def _exchange(engine: Any, registry: _Registry, adapters: Adapters) -> dic
         name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
         for name, found in registry.requests.items()
     }
-    if why := _refusal(await _call(engine, "moelora_stage", payload)):
-        await _call(engine, "moelora_switch", [], registry.paths(registry.requests))
+    before = registry.paths(registry.requests)
+    try:
+        why = _refusal(await _call(engine, "moelora_stage", payload))
+    except (Exception, asyncio.CancelledError):
+        with suppress(Exception):  # of workers that have ended
+            await _call(engine, "moelora_switch", [], before)
+        raise
+    if why:
+        await _call(engine, "moelora_switch", [], before)
         raise ValueError(f"{why}; all adapters are as before")
     paths = [request.lora_path for request in new.values()]
-    _known.difference_update(registry.paths(registry.requests))
+    _known.difference_update(before)
     _known.update(registry.paths(kept))
     if why := _refusal(await _call(engine, "moelora_switch", paths, registry.paths(kept))):
         raise RuntimeError(why)
