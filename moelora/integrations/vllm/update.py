@@ -28,12 +28,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from moelora.adapters.config import LoraConfig
 from moelora.adapters.factors import first_not_finite
 from moelora.adapters.files import host_copy
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
 from moelora.integrations.vllm import wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
+from moelora.operators.checks import errors_about
 from moelora.operators.storage import check_held
 from moelora.operators.torch_private import foreach_copy_
 
@@ -87,7 +89,8 @@ def update_adapters(llm: Any, adapters: Adapters) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        A name or the form of an adapter is wrong, or a worker refuses one: it does not fit the
+        A name, the form or an option of an adapter is wrong, or it has a `rank_pattern` or
+        `alpha_pattern`, which vLLM does not read. Or a worker refuses one: it does not fit the
         model, a factor is missing, NaN or infinite, or vLLM does not support it. All adapters are
         then as before, on all ranks.
     RuntimeError
@@ -223,13 +226,22 @@ def checked(name: str, given: Any, handles: bool = True) -> tuple[dict[str, Any]
             check_held(f"adapter {name!r}: {key:.200}", tensor)
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise ValueError(f"adapter {name!r}: its config has no {missing[0]}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            raise ValueError(
+                f"adapter {name!r}: {key} is {config[key]!r:.200}, which vLLM does not read: "
+                "multiply its scalings into B"
+            )
     try:
         plain = json.dumps(
             dict(config), default=lambda v: sorted(v) if isinstance(v, set) else str(v)
         )
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"adapter {name!r}: its config is no JSON ({shown(error)})") from None
-    return json.loads(plain), tensors
+    config = json.loads(plain)
+    with errors_about(f"adapter {name!r}", ValueError):
+        LoraConfig.parse(config)
+    return config, tensors
 
 
 def shares_memory(engine: Any) -> bool:
