@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -29,6 +29,11 @@ _SIZES = {
     "in": "in_features",
     "out": "out_features",
 }
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor, gathered from all processes if it is a DTensor: then all call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @dataclass(frozen=True)

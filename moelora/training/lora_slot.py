@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from moelora.adapters import checkpoint
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer, Projection
+from moelora.adapters.shards import whole
 from moelora.adapters.stacks import whole_pairs
 from moelora.adapters.write import peft_tensors
 from moelora.operators.checks import check_count, check_number
@@ -180,10 +181,10 @@ class LoraSlot(Trained):
         self._refresh()
         self._of_slot(optimizer)
         factors, parameters = self.factors(), self.parameters()
-        values = [f.own(_whole(p.detach())) for f, p in zip(factors, parameters, strict=True)]
-        grads = [None if p.grad is None else _whole(p.grad) for p in parameters]
+        values = [f.own(whole(p.detach())) for f, p in zip(factors, parameters, strict=True)]
+        grads = [None if p.grad is None else whole(p.grad) for p in parameters]
         counts = {"updates": 0, "pending": int(any(g is not None for g in grads))}
-        state = self._state_of(grads, _whole, **counts, accumulation=1, max_norm=None)
+        state = self._state_of(grads, whole, **counts, accumulation=1, max_norm=None)
         leaves, spec = tree_flatten((values, state))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for n, copy in zip(places, host_copies([leaves[n] for n in places]), strict=True):
@@ -253,7 +254,7 @@ class LoraSlot(Trained):
 
     def _now(self, host: bool = True) -> Adapter:
         self._refresh()
-        return self._adapter_of([_whole(p.detach()) for p in self.parameters()], host)
+        return self._adapter_of([whole(p.detach()) for p in self.parameters()], host)
 
     def parameters(self) -> list[Tensor]:
         """Those of the slot in all layers, for an optimizer: the same ones whatever is in it."""
@@ -334,9 +335,3 @@ class LoraSlot(Trained):
             module.lora_ranks[self.slot].fill_(numbers[-1][0])  # type: ignore[index] # buffers
             module.lora_scalings[self.slot].fill_(numbers[-1][1])  # type: ignore[index]
         self._set_pairs(numbers)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor of FSDP2 with the parts of all processes."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole

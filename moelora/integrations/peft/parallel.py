@@ -29,7 +29,7 @@ from peft.tuners import tuners_utils
 from peft.utils import save_and_load
 from torch import Tensor, nn
 
-from moelora.adapters.shards import Shard
+from moelora.adapters.shards import Shard, whole
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.parallel import (
     experts_shard,
@@ -338,11 +338,6 @@ def keep_from_ddp(model: nn.Module) -> None:
     """Keep quantized weights, which are buffers, out of DDP's broadcast before each forward."""
     found = (n for n, m in model.named_modules() if isinstance(m, QuantizedProjection))
     ignore_in_ddp(model, {f"{name}.tiles" for name in found})
-
-
-def whole(tensor: Any) -> Any:
-    """A tensor, gathered from all processes if it is a DTensor: then all call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _of_adapter(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moelora.adapters import LinearLayer, checkpoint
 from moelora.adapters.engine_names import STACKED, names_of
+from moelora.adapters.shards import whole
 from moelora.adapters.write import PREFIX, peft_tensors, per_expert_tensors
-from moelora.integrations.peft.parallel import whole
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.transformers.layers import moe_layers
 
@@ -49,7 +49,8 @@ def engine_tensors(
     base = base_of(model)
     model_type = base.config.get_text_config().model_type
     uneven = config.rank_pattern or config.alpha_pattern
-    if model_type in STACKED if config.target_parameters else not uneven:
+    as_they_are = model_type in STACKED if config.target_parameters else not uneven
+    if as_they_are:
         return config.to_dict(), state
     layers = {name: layer for name, (_, layer) in moe_layers(base).items()}
     linears = {}
