@@ -12,7 +12,7 @@ from moelora.operators.formats import FORMATS as ROWS
 from moelora.weights.quantized import QuantizedWeights
 from moelora.weights.readers import NVFP4_BLOCK
 
-Drawn: TypeAlias = tuple[Tensor, ...]  # arguments of `pack`
+Drawn: TypeAlias = tuple[Tensor, ...]
 
 INT4_GROUP = 128
 NF4_BLOCK = 64
@@ -86,8 +86,8 @@ class Format:
     about: str
     bits: float  # bits per weight, including its share of the scales
     multiple: int  # required divisor of both sizes of a layer
-    draw: Callable[..., Drawn]  # of (experts, rows, columns, generator, dtype)
-    pack: Callable[..., QuantizedWeights]  # of what `draw` returns
+    draw: Callable[..., Drawn]  # (E, N, K, generator, dtype) -> the arguments of `pack`
+    pack: Callable[..., QuantizedWeights]
     rate: float = 1.0  # peak of its products relative to 16 bits
 
 

@@ -124,7 +124,9 @@ def _record(op: Any, args: tuple[Any, ...]) -> Any:
     is_layer = name == "fused_experts_lora"  # its saving form returns what the backward needs
     recorded = OPERATORS.fused_experts_lora_saving.default if is_layer else op
     results = _Recorded.apply(recorded, is_layer, pairs, args, counts, *_flat(args))  # type: ignore[no-untyped-call]
-    return None if _written[op] else results[0] if is_layer else results
+    if _written[op]:
+        return None
+    return results[0] if is_layer else results
 
 
 def _pairs_of(op: Any, args: tuple[Any, ...]) -> Pairs | None:

@@ -84,9 +84,9 @@ def coalesced(group: Any) -> AbstractContextManager[Any]:
 
 def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
     """Keep parameters and buffers out of what DistributedDataParallel sends."""
-    names |= {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    before = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
     ddp: Any = nn.parallel.DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp._set_params_and_buffers_to_ignore_for_model(model, before | names)
 
 
 def shared_fields(storage: Any) -> tuple[Any, ...]:

@@ -124,7 +124,8 @@ class Stack:
         return str((len(self), *shape) if self.is_tensor else shape)
 
 
-SCALES = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = FLOATS
 LARGEST_SCALE = 65504.0  # largest float16 value
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moelora.operators.formats import FORMATS
 from moelora.operators.storage import check_held
-from moelora.weights.readers import LARGEST_SCALE, SCALES, Checkpoint, Numbers
+from moelora.weights.fp8 import LARGEST_SCALE as LARGEST_FP8_SCALE
+from moelora.weights.readers import FLOATS, LARGEST_SCALE, Checkpoint, Numbers
 
 Rounding: TypeAlias = Literal["nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -28,7 +29,7 @@ LARGEST = {
     "fp4": LARGEST_SCALE,
     "mxfp4": 2 * LARGEST_E2M1,
     "int4": 7 * LARGEST_SCALE,
-    "fp8": 255 * LARGEST_FP8,
+    "fp8": LARGEST_FP8_SCALE * LARGEST_FP8,
 }
 
 
@@ -139,7 +140,7 @@ def checkpoint(w: Sequence[Tensor] | Tensor, rounding: Any) -> Checkpoint:
             got = f"w[{expert}] has shape {tuple(one.shape)}"
             raise ValueError(f"{got}, expected {(rows, columns)} as w[0]")
         check_held(f"w[{expert}]", one)
-        if one.dtype not in SCALES:
+        if one.dtype not in FLOATS:
             wanted = "float32, bfloat16 or float16"
             raise ValueError(f"w[{expert}] has dtype {one.dtype}, expected {wanted}")
         exact = one.detach().to(torch.float32).contiguous()
