@@ -22,8 +22,6 @@ import torch
 from benchmarks import ROOT
 from benchmarks.engines import engine_model
 from benchmarks.options import numbers, words
-from benchmarks.tables.columns import SERVICE
-from benchmarks.tables.text import made_of
 from moelora.bench import results
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -144,9 +142,9 @@ def main(argv=None):
             case = measured(mode, clients, args)
             first = next((c["ms"] for c in cases if c["clients"] == clients), case["ms"])
             cases.append(case | {"ratio": case["ms"] / first})
+            print(cases[-1], flush=True)
             gc.collect()
             results.write(args.out, cases)
-    print(made_of(SERVICE, cases))
     return 0
 
 

@@ -3,9 +3,8 @@
 import sys
 
 from benchmarks import ROOT
-from benchmarks.tables import COMPUTED, MADE, PAGES, PICTURES, filled, section
-from benchmarks.tables.columns import TABLES
-from benchmarks.tables.files import path_of
+from benchmarks.tables import PAGES, PICTURES, filled, section
+from benchmarks.tables.files import path_of, topics
 
 
 def main():
@@ -15,10 +14,10 @@ def main():
         from moelora.__main__ import main as moelora
 
         for picture, (topic, more) in PICTURES.items():
-            if path_of(topic):
+            if topic in topics(topic):
                 moelora(["bench", "plot", str(path_of(topic)), "--out", picture, *more])
     else:
-        print("\n\n".join(map(section, sys.argv[1:] or (*TABLES, *MADE, *COMPUTED))))
+        print("\n\n".join(map(section, sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,20 @@
-"""Result files, by topic: <card>-<topic>.json, the newest of several cards.
+"""Result files, by topic: <card>-<topic>.json, and of CPUs cpu-<...>.json, whose whole name it is.
 
-A file whose run ended early names in its meta what is `missing`, and is taken if there is no other.
+Of several cards the newest file is taken. One whose run ended early names in its meta what is
+`missing`, and is taken if there is no other.
 """
 
 import json
 
+import pandas as pd
+
 from benchmarks import ROOT
 
-AWAITED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there
+used = {}  # {path: meta} of the files that were loaded
 
 
-def path_of(topic, device=None):
-    """Path of the newest result file of a topic, optionally only those of `device`; None if there
-    is none. GPU results are in <card>-<topic>.json, CPU results (topic cpu-...) in <topic>.json."""
-    folder = ROOT / "benchmarks/results"
-    if topic.startswith("cpu-"):
-        found = [folder / f"{topic}.json"]
-    else:
-        found = [p for p in folder.glob(f"*-{topic}.json") if is_card(p.name, topic)]
-    found = [path for path in found if path.exists()]
-    found = [path for path in found if device in (None, read(path)[0]["device"])]
-    found = [path for path in found if "missing" not in read(path)[0]] or found
-    return max(found, key=lambda path: (read(path)[0]["date"], path.name), default=None)
-
-
-def topics(prefix):
-    """The topics of GPU result files that begin so."""
-    names = (p.stem.partition("-")[2] for p in (ROOT / "benchmarks/results").glob("*.json"))
-    return sorted({name for name in names if name.startswith(prefix)})
-
-
-def is_card(name, topic):
-    card = name.removesuffix(f"-{topic}.json")
-    return "-" not in card and card != "cpu"
-
-
-def other_devices(topic):
-    """The cards whose files of a topic are not the newest."""
-    paths = (ROOT / "benchmarks/results").glob(f"*-{topic}.json")
-    found = {read(path)[0]["device"] for path in paths if is_card(path.name, topic)}
-    return sorted(found - {card(topic)} if found else ())
+class NotMeasuredError(Exception):
+    """There is no file of a topic, or it has no rows of a table."""
 
 
 def read(path):
@@ -47,35 +22,54 @@ def read(path):
     return content["meta"], content["cases"]
 
 
-used = {}  # {path: meta} of the files that were loaded
+def topics(prefix):
+    """{topic: paths}, of topics that begin so."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        card, _, topic = path.stem.partition("-")
+        found.setdefault(path.stem if card == "cpu" else topic, []).append(path)
+    return {topic: found[topic] for topic in sorted(found) if topic.startswith(prefix)}
+
+
+def path_of(topic, device=None):
+    """The file to take, optionally only of `device`."""
+    found = [(read(path)[0], path) for path in topics(topic).get(topic, ())]
+    found = [(meta, path) for meta, path in found if device in (None, meta["device"])]
+    if not found:
+        raise NotMeasuredError(topic)
+    return max(found, key=lambda file: ("missing" not in file[0], file[0]["date"], file[1]))[1]
+
+
+def flat(value, name=""):
+    """{"rivals.vllm_base": ...} of nested dicts."""
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = [flat(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()]
+    return {key: inner for part in parts for key, inner in part.items()}
 
 
 def load(topic, device=None):
+    """Meta, and a row per case. Integers stay integers, also where other cases have none."""
     path = path_of(topic, device)
-    used[path], rows = read(path)
-    return used[path], rows
-
-
-def used_by(make):
-    """What `make` returns, and the meta of the files that it loaded."""
-    used.clear()
-    return make(), list(used.values())
-
-
-def card(topic):
-    """The GPU or CPU that a file was measured on."""
-    return read(path_of(topic))[0]["device"]
-
-
-def rows_of(topic, device=None):
-    """Empty before it was measured."""
-    return load(topic, device)[1] if path_of(topic, device) else []
+    meta, cases = read(path)
+    used[path] = meta
+    return meta, pd.DataFrame(map(flat, cases), dtype=object)
 
 
 def source(topic, device=None):
+    """Provenance and command of a file."""
     path = path_of(topic, device)
-    if path is None:
-        return AWAITED
     meta, _ = read(path)
-    about = ", ".join((meta["device"], f"torch {meta['torch']}", meta["commit"], meta["date"]))
+    about = f"{meta['device']}, torch {meta['torch']}, {meta['commit']}, {meta['date']}"
     return f"`benchmarks/results/{path.name}`, {about}:\n\n```\n{meta['command']}\n```"
+
+
+def on_others(topic, *tables):
+    """Tables of each card whose file is not the one to take, and what was not measured there."""
+    parts, taken = [], read(path_of(topic))[0]["device"]
+    for device in sorted({read(path)[0]["device"] for path in topics(topic)[topic]} - {taken}):
+        missing = read(path_of(topic, device))[0].get("missing")
+        parts += [table(device=device) for table in tables]
+        parts += [f"Not measured: {missing}."] if missing else []
+        parts.append(source(topic, device))
+    return "\n\n".join(parts)

@@ -1,121 +1,131 @@
 """Summaries of layers: in bf16, of formats, on GPUs and on CPUs."""
 
 from math import inf
-from operator import itemgetter
 from statistics import geometric_mean
 
-from benchmarks.tables.columns import WEIGHTS, is_quiet
-from benchmarks.tables.files import AWAITED, card, load, other_devices, path_of, source
-from benchmarks.tables.text import markdown, span
+import pandas as pd
 
-FEW = {"1 to 4 tokens": (1, 4), "16 to 256": (16, 256), "more": (257, inf)}
-MANY = {"1 and 4 tokens": (1, 4), "16 to 256": (16, 256), "1024": (1024,) * 2}
-MANY["4096 and more"] = 4096, inf
+from benchmarks.tables.cases import CPU_AMX, made_of, markdown, span, wrapped
+from benchmarks.tables.files import load, on_others
+
+FEW = {"1 to 4 tokens": 4, "16 to 256": 256, "more": inf}  # {column: its most tokens}
+MANY = {"1 and 4 tokens": 4, "16 to 256": 256, "1024": 1024, "4096 and more": inf}
+WEIGHTS = {"mxfp4": "four bits", "int4": "four bits", "nf4": "NF4", "fp8_block": "FP8"}
 
 
-def by_tokens(rows, ranges):
-    return [[r for r in rows if low <= r["tokens"] <= high] for low, high in ranges.values()]
+def by_weights(rows, *more):
+    weights = pd.Categorical(rows.format.map(WEIGHTS), dict.fromkeys(WEIGHTS.values()))
+    return rows.assign(weights=weights).groupby(["weights", *more], observed=True)
+
+
+def by_tokens(rows, columns):
+    return pd.cut(rows.tokens.astype(int), [0, *columns.values()], labels=[*columns])
 
 
 def faster_than_base(rows):
-    """In how many cases the layer with adapters is faster than vLLM's without; "" without vLLM."""
-    pairs = [(r["ours_us"], r["rivals"]["vllm_base"]) for r in rows if "vllm_base" in r["rivals"]]
-    return f"{sum(ours < base for ours, base in pairs)} of {len(pairs)}" if pairs else ""
+    """In how many cases the layer with adapters is faster than vLLM's without."""
+    base = rows["rivals.vllm_base"]
+    return f"{(rows.ours_us < base).sum()} of {base.count()}" if base.count() else "-"
+
+
+def joined(meta, ratios, faster, shares):
+    said = pd.concat([ratios.rename("×"), faster, shares.unstack()], axis=1).reset_index()
+    return f"{meta['device']}:\n\n{markdown(said)}"
 
 
 def layer_ranges(device=None):
     """Of each rank: speedup over the fastest baseline with adapters, and shares of the bound."""
-    rows, said = load("layer", device)[1], []
-    for rank in sorted({r["rank"] for r in rows}):
-        some = [r for r in rows if r["rank"] == rank]
-        shares = [span(r["share"] for r in part) for part in by_tokens(some, FEW)]
-        said.append([str(rank), span(r["ratio"] for r in some), faster_than_base(some), *shares])
-    titles = ["rank", "×", "faster than vLLM's layer without adapters", *FEW]
-    return f"{device or card('layer')}:\n\n{markdown(titles, said)}"
+    meta, rows = load("layer", device)
+    ranks = rows.groupby("rank")
+    faster = ranks.apply(faster_than_base).rename("faster than vLLM's layer without adapters")
+    shares = rows.groupby(["rank", by_tokens(rows, FEW)], observed=True).share.agg(span)
+    return joined(meta, ranks.ratio.agg(span), faster, shares)
 
 
-def by_weights(rows):
-    """(weights, their rows), of those that have some."""
-    found = ((what, [r for r in rows if r["format"] in names]) for what, names in WEIGHTS.items())
-    return [(what, some) for what, some in found if some]
+def gain(ratios):
+    ratios = ratios.dropna()
+    return f"{geometric_mean(ratios):.2f} ({span(ratios)})" if len(ratios) else "-"
+
+
+def share(rows):
+    """Of the bound: moelora's, then vLLM's."""
+    theirs = (rows.bound_us / rows["rivals.vllm_lora"]).dropna()
+    ours = f"**{geometric_mean(rows.share):.2f}**"
+    return f"{ours} / {geometric_mean(theirs):.2f}" if len(theirs) else ours
 
 
 def format_ranges(device=None):
-    """Of weights of four and of eight bits: geometric means over ranks and models. A share of the
-    bound is moelora's, then vLLM's."""
-    rows, said = load("formats", device)[1], []
-    for what, some in by_weights(rows):
-        ratios = [r["ratio"] for r in some if r["ratio"]]
-        mean = f"{geometric_mean(ratios):.2f} ({span(ratios)})" if ratios else ""
-        few = [r for r in some if r["rank"] == 16 and r["tokens"] >= 4]
-        cells = [what, mean, faster_than_base(few) if ratios else ""]
-        for part in by_tokens(some, MANY):
-            share = f"**{geometric_mean(r['share'] for r in part):.2f}**" if part else ""
-            theirs = [r["bound_us"] / r["rivals"]["vllm_lora"] for r in part if r["ratio"]]
-            cells.append(share + (f" / {geometric_mean(theirs):.2f}" if theirs else ""))
-        said.append(cells)
-    titles = ["weights", "×", "faster than vLLM's without adapters", *MANY]
-    return f"{device or card('formats')}:\n\n{markdown(titles, said)}"
+    """Of weights of four and of eight bits: geometric means over ranks and models."""
+    meta, rows = load("formats", device)
+    rows = rows.reindex(columns=rows.columns.union(["rivals.vllm_base", "rivals.vllm_lora"]))
+    few = by_weights(rows[(rows["rank"] == 16) & (rows.tokens >= 4)])
+    faster = few.apply(faster_than_base).rename("faster than vLLM's without adapters")
+    shares = by_weights(rows, by_tokens(rows, MANY)).apply(share)
+    return joined(meta, by_weights(rows).ratio.agg(gain), faster, shares)
 
 
-def on_other_cards():
-    """The same of cards beside the newest, and what was not measured there."""
-    parts = []
-    for topic, table in {"layer": layer_ranges, "formats": format_ranges}.items():
-        for device in other_devices(topic):
-            missing = load(topic, device)[0].get("missing", "nothing")
-            parts += [table(device), f"Not measured: {missing}.", source(topic, device)]
-    return "\n\n".join(parts) or AWAITED
+def layers_on_others():
+    return f"{on_others('layer', layer_ranges)}\n\n{on_others('formats', format_ranges)}".strip()
 
 
 def invariance_found():
     meta, _ = load("invariance")
-    return f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
-        {meta["compositions"]:,} compositions {meta["differing"]} differ."""
+    return wrapped(f"""Of {meta["elements"]:,} elements in {meta["calls"]:,} calls of
+        {meta["compositions"]:,} compositions {meta["differing"]} differ.""")
 
 
 def cpu_ranges():
     meta, rows = load("cpu-layer")
-    most = max(r["tokens"] for r in rows)
-    cost = (100 * r["overhead"] for r in rows if (r["tokens"], r["rank"]) == (most, 16))
-    return f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}) the layer with adapters is
-        {span(r["ratio"] for r in rows)} times as fast as the best of a loop of `torch.mm` and
-        transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %."""
+    most = rows.tokens.max()
+    cost = 100 * rows.overhead[(rows.tokens == most) & (rows["rank"] == 16)]
+    return wrapped(f"""On {meta["cores"]} CPU cores ({meta["cpu_features"][-1]}) the layer with
+        adapters is {span(rows.ratio)} times as fast as the best of a loop of `torch.mm` and
+        transformers with PEFT; at {most} tokens rank 16 costs {span(cost, 0)} %.""")
+
+
+def longer(times):
+    return f"{span(times)} (longer in {(times > 1).sum()} of {len(times)})"
+
+
+def with_and_without(rows):
+    """Rows for the layer with adapters, then for it without, whose times are in the same fields."""
+    times = {field.replace("_base", ""): rows[field] for field in rows if "_base_us" in field}
+    both = pd.concat([rows, rows.assign(**times)], keys=["with", "without"], names=["what"])
+    return both.reset_index("what")
 
 
 def cpu_format_ranges():
     """Our times over those of bf16 on unpacked weights: unpacked in the call, and before."""
-    if path_of("cpu-formats") is None:
-        return AWAITED
     meta, rows = load("cpu-formats")
-    said = []
-    for what, some in by_weights(rows):
-        cells = [what]
-        for who in ("unpacking", "bf16"):
-            times = [
-                r[f"ours{add}_us"] / r[f"ours_{who}{add}_us"] for r in some for add in ("", "_base")
-            ]
-            cells.append(f"{span(times)} (longer in {sum(t > 1 for t in times)} of {len(times)})")
-        said.append(cells)
-    titles = ["weights", "time over that of `unpack()` and the bf16 layer"]
-    titles += ["of the bf16 layer alone"]
-    return f"{meta['cores']} CPU cores ({meta['cpu_features'][-1]}):\n\n{markdown(titles, said)}"
+    rows = with_and_without(rows)
+    titles = {"unpacking": "time over that of `unpack()` and the bf16 layer"}
+    titles["bf16"] = "of the bf16 layer alone"
+    for who, title in titles.items():
+        rows[title] = rows.ours_us / rows[f"ours_{who}_us"]
+    said = by_weights(rows)[[*titles.values()]].agg(longer).reset_index()
+    return f"{meta['cores']} CPU cores ({meta['cpu_features'][-1]}):\n\n{markdown(said)}"
+
+
+def quiet(rows):
+    """Those whose middle 80 % of the turns differ by less than 1.4 times, so that no other work of
+    the machine disturbed them."""
+    spread = rows[["spread_us.ours", "spread_us.ours_base"]]
+    return rows[spread.map(lambda ends: ends[1] < 1.4 * ends[0]).all(axis=1)]
+
+
+def cpu_amx():
+    meta, rows = load("cpu-amx")
+    return f"{meta['device']}:\n\n{made_of(quiet(rows), CPU_AMX)}"
 
 
 def cpu_amx_ranges():
     """Our times over those of AVX-512 BF16 on the same machine, where nothing disturbed either."""
-    if path_of("cpu-amx") is None or path_of("cpu-avx512") is None:
-        return AWAITED
     meta, rows = load("cpu-amx")
-    case = itemgetter("model", "experts", "format", "tokens", "rank")
-    before = {case(r): r for r in load("cpu-avx512")[1] if is_quiet(r)}
-    found = {}
-    for r in filter(is_quiet, rows):
-        if case(r) in before:
-            found.setdefault(r["tokens"], []).extend(
-                r[f"ours{add}_us"] / before[case(r)][f"ours{add}_us"] for add in ("", "_base")
-            )
-    times = ", ".join(f"{span(shares)} at {tokens}" for tokens, shares in sorted(found.items()))
-    return f"""On {meta["threads"]} threads of an {meta["device"]} ({meta["cpu_features"][-1]}) a
-        layer takes so much of the time of AVX-512 BF16, with adapters and without:
-        {times} tokens."""
+    rows, before = (with_and_without(quiet(some)) for some in (rows, load("cpu-avx512")[1]))
+    case = ["what", "model", "experts", "format", "tokens", "rank"]
+    both = rows.merge(before, on=case, suffixes=("", "_before"))
+    spans = (both.ours_us / both.ours_us_before).groupby(both.tokens).agg(span)
+    said = ", ".join(f"{times} at {tokens}" for tokens, times in spans.items())
+    return wrapped(f"""On {meta["threads"]} threads of an {meta["device"]}
+        ({meta["cpu_features"][-1]}) a layer takes so much of the time of AVX-512 BF16, with
+        adapters and without: {said} tokens.""")

@@ -4,8 +4,10 @@ import ast
 import re
 from typing import NamedTuple
 
+import pandas as pd
+
 from benchmarks import ROOT
-from benchmarks.tables.text import markdown
+from benchmarks.tables.cases import markdown
 
 
 class Model(NamedTuple):
@@ -65,12 +67,6 @@ def in_engine(engine, model):
     return f"{forms}; run: {', '.join(run)}" if run else f"{forms}; not tried" if taken else "no"
 
 
-def in_transformers(model, reached):
-    other = AS.get(model.model_type)
-    yes = ALL if reached.get(model.model_type) == "yes" else "no"
-    return f"as `{other}`" if other else yes
-
-
 def of_vllm(model, reached):
     """The form of an adapter."""
     kind = AS.get(model.model_type, model.model_type)
@@ -92,21 +88,15 @@ def stacked():
     return ast.literal_eval(f"({names})").split()
 
 
-def table():
-    reached = architectures()
-    formats = [", ".join(TAKEN[engine]["silu"]) for engine in TAKEN]
-    first = [f"*{ALL}: these formats*", "", "", *formats, ", ".join(FORMATS), ""]
-    rows = [
-        [
-            name,
-            f"`{model.model_type}`",
-            model.published,
-            in_engine("vLLM", model),
-            in_engine("SGLang", model),
-            in_transformers(model, reached),
-            of_vllm(model, reached),
-        ]
-        for name, model in MODELS.items()
-    ]
+def models():
+    reached, listed = architectures(), [", ".join(taken["silu"]) for taken in TAKEN.values()]
+    said = [[f"*{ALL}: these formats*", "-", "-", *listed, ", ".join(FORMATS), "-"]]
+    for name, model in MODELS.items():
+        row = [name, f"`{model.model_type}`", model.published]
+        row += [in_engine(engine, model) for engine in TAKEN]
+        other = AS.get(model.model_type)
+        here = ALL if reached.get(model.model_type) == "yes" else "no"
+        said.append([*row, f"as `{other}`" if other else here, of_vllm(model, reached)])
     titles = ["model", "`model_type`", "published in", "vLLM 0.33", "SGLang 0.5.23"]
-    return markdown([*titles, "transformers: served, trained", "adapter for vLLM"], [first, *rows])
+    titles += ["transformers: served, trained", "adapter for vLLM"]
+    return markdown(pd.DataFrame(said, columns=titles))

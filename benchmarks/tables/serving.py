@@ -1,29 +1,27 @@
 """Tables of servers under load, of every file that benchmarks.serving wrote."""
 
-import itertools
+import pandas as pd
 
-from benchmarks.tables.columns import SERVING, SERVING_ADAPTERS
-from benchmarks.tables.files import AWAITED, card, load, source, topics
-from benchmarks.tables.text import made_of, markdown, over, span, thousands, wrapped
+from benchmarks.tables import cases
+from benchmarks.tables.cases import formatted, made_of, markdown, span, wrapped
+from benchmarks.tables.files import NotMeasuredError, load, source, topics
 from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
 CLAIMED = "Qwen3-30B-A3B"
-SEQUENCES = (1, 16, 64, 256)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
-# Of loads: what they are called, and tokens per second of a row. Decodes take the median time of a
-# token, since kernels that an engine compiles while it serves stall some requests of a run.
-RATES = {
-    "prefill": ("prefill", lambda row: row["total_token_throughput"]),
-    **{
-        f"decode_{n}": (
-            f"decode of {n}",
-            lambda row: row["concurrency"] * 1000 / row["median_tpot_ms"],
-        )
-        for n in SEQUENCES
-    },
-    "saturation": ("saturation", lambda row: row["output_throughput"]),
+MODELS = {"qwen3-30b-a3b": CLAIMED}
+DECODES = {f"decode_{n}": f"decode of {n}" for n in (1, 16, 64, 256)}
+LOADS = {"prefill": "prefill", **DECODES}
+CLAIMED_LOADS = ["prefill", "decode of 64"]
+SERVERS = {  # {(what follows an engine's name, whether requests have adapters): column}
+    ("without LoRA", False): "engine, no adapters",
+    ("", True): "engine, 4 adapters",
+    ("+ moelora", True): "moelora, 4 adapters",
+    ("", False): "engine, LoRA on",
+    ("+ moelora", False): "moelora, LoRA on",
 }
+BASE, THEIRS, OURS, THEIRS_UNUSED, OURS_UNUSED = SERVERS.values()
+RUN = ["topic", "engine", "GPU", "experts"]
 
 
 def experts(meta):
@@ -32,121 +30,114 @@ def experts(meta):
     return f"{form}, {MODELS.get(meta['model'], meta['model'])}{depth}"
 
 
-class Run:
-    """An engine in a file: `rate(load)` has tokens per second of the engine without LoRA, with its
-    own LoRA kernels, and with moelora."""
-
-    def __init__(self, topic, engine):
-        meta, self.rows = load(topic)
-        self.topic, self.engine = topic, engine
-        self.adapters, self.experts = meta.get("adapters", 4), experts(meta)
-        self.name = f"{ENGINES[engine]} {meta[engine]}"
-        self.gpu = card(topic).removeprefix("NVIDIA ")
-
-    def tokens(self, who, load, adapters):
-        for row in self.rows:
-            if (row["engine"], row["workload"], row["adapters"] > 0) == (who, load, adapters):
-                return round(RATES[load][1](row))
-
-    def rate(self, load):
-        who = (f"{self.engine} without LoRA", False), (self.engine, True)
-        who += ((f"{self.engine} + moelora", True),)
-        return [self.tokens(engine, load, adapters) for engine, adapters in who]
+def gpu(meta):
+    return meta["device"].removeprefix("NVIDIA ")
 
 
-def runs():
-    """Those with four adapters, moelora and at least one other engine."""
-    found = [Run(topic, engine) for topic in topics("serving") for engine in ENGINES]
-    found = [run for run in found if run.adapters == 4]
-    return [run for run in found if any(run.rate(load)[2] for load in RATES)]
+def rates(files):
+    """Tokens per second: a row per file with four adapters, engine and load, a column per server.
+    Decodes take the median time of a token, since kernels that an engine compiles while it serves
+    stall some requests of a run."""
+    found = []
+    for topic in files:
+        meta, rows = load(topic)
+        for _, row in rows.iterrows():
+            engine, _, more = row.engine.partition(" ")
+            who, name = SERVERS.get((more, row.adapters > 0)), LOADS.get(row.workload)
+            if who and name and engine in ENGINES and meta.get("adapters", 4) == 4:
+                decode = row.workload in DECODES
+                speed = row.concurrency * 1000 / row.median_tpot_ms if decode else None
+                speed = round(speed or row.total_token_throughput)
+                run = [topic, f"{ENGINES[engine]} {meta[engine]}", gpu(meta), experts(meta)]
+                found.append([*run, name, who, speed])
+    if not found:
+        raise NotMeasuredError("servers with four adapters")
+    rows = pd.DataFrame(found, columns=[*RUN, "load", "server", "speed"])
+    rows["load"] = pd.Categorical(rows.load, LOADS.values())
+    speeds = rows.pivot_table("speed", [*RUN, "load"], "server", aggfunc="first", observed=True)
+    return speeds.reindex(columns=SERVERS.values())
 
 
-def serving_rates(loads=("prefill", "decode_64")):
-    said = []
-    for run in runs():
-        for name in loads:
-            base, theirs, ours = run.rate(name)
-            cells = [run.name, run.gpu, run.experts, RATES[name][0], *thousands(base, theirs)]
-            if ours:
-                said.append([*cells, f"**{ours:,}**", over(ours, theirs)])
-    titles = ["engine", "GPU", "experts", "load", "engine, no adapters", "engine, 4 adapters"]
-    return markdown([*titles, "moelora, 4 adapters", "speedup"], said) if said else AWAITED
+def serving_rates():
+    speeds = rates(topics("serving")).query("load in @CLAIMED_LOADS").dropna(subset=OURS)
+    said = formatted(speeds[[BASE, THEIRS, OURS]], "{:,.0f}")
+    said[OURS] = "**" + said[OURS] + "**"
+    said["speedup"] = formatted(speeds[OURS] / speeds[THEIRS], "{:.2f}")
+    return markdown(said.reset_index().drop(columns="topic"))
+
+
+def ratios(pairs):
+    """Of each file and engine, speeds of two servers over each other, by load."""
+    speeds = rates(topics("serving"))
+    found = {what: speeds[ours] / speeds[theirs] for what, (ours, theirs) in pairs.items()}
+    found = pd.DataFrame(found).stack().unstack("load").reindex(columns=LOADS.values())
+    said = formatted(found, "{:.2f}").rename_axis([*RUN, "what"]).reset_index()
+    said["run"] = said.engine + ", " + said.experts + ", " + said.GPU
+    return said
 
 
 def alternatives():
     """Throughput of an engine with moelora and adapters over what one would take instead."""
-    said, loads = [], ("prefill", "decode_64")
-    for run in runs():
-        base, theirs, ours = zip(*map(run.rate, loads), strict=True)
-        for instead, other in (("its own LoRA kernels", theirs), ("without adapters", base)):
-            if any(ratios := list(map(over, ours, other))):
-                said.append([f"{run.name}, {run.experts}, {run.gpu}: {instead}", *ratios])
-    titles = ["moelora with adapters, relative to", *(RATES[load][0] for load in loads)]
-    return markdown(titles, said) if said else AWAITED
+    said = ratios({"its own LoRA kernels": (OURS, THEIRS), "without adapters": (OURS, BASE)})
+    said["moelora with adapters, relative to"] = said.run + ": " + said.what
+    said = said[["moelora with adapters, relative to", *CLAIMED_LOADS]]
+    return markdown(said.dropna(subset=CLAIMED_LOADS, how="all"))
 
 
 def decode_ratios():
     """Tokens per second of decode with the plugin over those without it, by number of sequences."""
-    said = []
-    for run in runs():
-        for state, adapters in (("of four adapters", True), ("of none, LoRA on", False)):
-            both = (f"{run.engine} + moelora", run.engine)
-            ratios = [
-                over(*(run.tokens(who, f"decode_{n}", adapters) for who in both)) for n in SEQUENCES
-            ]
-            if any(ratios):
-                said.append([f"{run.name}, {run.experts}, {run.gpu}", state, *ratios])
-    titles = ["experts", "requests", *map(str, SEQUENCES)]
-    return markdown(titles, said) if said else AWAITED
+    pairs = {"of four adapters": (OURS, THEIRS)}
+    said = ratios(pairs | {"of none, LoRA on": (OURS_UNUSED, THEIRS_UNUSED)})
+    titles = {"run": "experts", "what": "requests"}
+    titles |= {name: name.removeprefix("decode of ") for name in DECODES.values()}
+    said = said.dropna(subset=[*DECODES.values()], how="all")
+    return markdown(said[[*titles]].rename(columns=titles))
 
 
 def claim():
-    """What README says first: of vLLM in bf16, and of training."""
-    training = [
+    """What README says first: of vLLM on one model, and of training."""
+    speeds = rates(topics("serving")).dropna(subset=[BASE, THEIRS, OURS]).reset_index()
+    mine = speeds[speeds.engine.str.startswith("vLLM") & speeds.experts.str.endswith(CLAIMED)]
+
+    def over(other, digits):
+        loads = (mine[OURS] / mine[other]).groupby(mine.load, observed=True)
+        return [span(loads.get_group(name), digits) for name in CLAIMED_LOADS]
+
+    gains, costs = over(THEIRS, 1), over(BASE, 2)
+    formats = " and ".join(mine.experts.str.split(",").str[0].unique())
+    steps = [
         f"{span(training_speeds(peer), 1)} times as fast as with {PEERS[peer]}'s kernels"
         for peer in ("unsloth", "axolotl")
     ]
-    trains = f"""A training step of one MoE layer, with an adapter of rank 16 and {MANY_TOKENS}
-        tokens or more, is {" and ".join(training)}."""
-    items = [f"**What it gains**: {trains}", f"**Measured on**: {card('training')}."]
-    mine = [run for run in runs() if run.engine == "vllm" and run.experts.endswith(CLAIMED)]
-    rates = [[run.rate(load) for load in ("prefill", "decode_64")] for run in mine]
-    if rates and all(map(all, itertools.chain(*rates))):
-        gains, costs = (
-            [span([run[load][2] / run[load][i] for run in rates], digits) for load in (0, 1)]
-            for i, digits in ((1, 1), (0, 2))
-        )
-        formats = " and ".join(run.experts.partition(",")[0] for run in mine)
-        items = [
-            f"""**What it gains**: {mine[0].name} serves four adapters on all experts of
-            {CLAIMED} with **{gains[0]} times** the prefill and **{gains[1]} times** the decode
-            throughput of vLLM's own LoRA kernels. {trains}""",
-            f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64,
-            prefill runs at {costs[0]} and decode at {costs[1]} of the throughput of vLLM without
-            any adapters.""",
-            f"""**Measured on**: the whole model, in {formats}, on {card(mine[0].topic)}; training
-            steps on {card("training")}.""",
-        ]
+    items = [
+        f"""**What it gains**: {mine.engine.iloc[0]} serves four adapters on all experts of
+        {CLAIMED} with **{gains[0]} times** the prefill and **{gains[1]} times** the decode
+        throughput of vLLM's own LoRA kernels. A training step of one MoE layer, with an adapter of
+        rank 16 and {MANY_TOKENS} tokens or more, is {" and ".join(steps)}.""",
+        f"""**What adapters cost**: with four adapters mixed in each batch, of ranks 16 and 64,
+        prefill runs at {costs[0]} and decode at {costs[1]} of the throughput of vLLM without any
+        adapters.""",
+        f"""**Measured on**: the whole model, in {formats}, on
+        {load(mine.topic.iloc[0])[0]["device"]}; training steps on
+        {load("training")[0]["device"]}.""",
+    ]
     return "\n".join(f"- {wrapped(item)}".replace("\n", "\n  ") for item in items)
 
 
 def serving_all():
     """Every row of every file."""
-    return (
-        "\n\n".join(
-            f"{source(topic)}\n\n{made_of(SERVING, load(topic)[1])}" for topic in topics("serving")
-        )
-        or AWAITED
+    return "\n\n".join(
+        f"{source(topic)}\n\n{made_of(load(topic)[1], cases.SERVING, cases.SERVER)}"
+        for topic in topics("serving")
     )
 
 
 def serving_adapters():
     """Loads whose requests choose among adapters at random, of every file."""
-    rows = []
+    found = []
     for topic in topics("serving"):
-        meta, cases = load(topic)
-        gpu = card(topic).removeprefix("NVIDIA ")
-        for row in (case for case in cases if "zipf" in case):
-            version = meta.get(row["engine"].split()[0])
-            rows.append(row | {"gpu": gpu, "experts": experts(meta), "version": version})
-    return made_of(SERVING_ADAPTERS, rows) if rows else AWAITED
+        meta, rows = load(topic)
+        versions = [meta.get(name.split()[0]) for name in rows.engine]
+        rows = rows.assign(version=versions, gpu=gpu(meta), experts=experts(meta))
+        found.append(rows.dropna(subset="zipf") if "zipf" in rows else rows[:0])
+    return made_of(pd.concat(found), cases.SERVING_ADAPTERS, cases.SERVER)

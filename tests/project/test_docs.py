@@ -343,17 +343,6 @@ def test_measured_numbers_are_those_of_the_files(page):
     assert tables.filled(text) == text, "the result files changed: make tables"
 
 
-def test_every_table_is_on_a_page():
-    text = "".join((ROOT / page).read_text() for page in tables.PAGES)
-    wanted = {*tables.TABLES, *tables.MADE, *tables.COMPUTED}
-    made = (*tables.TABLES.values(), *tables.MADE.values())
-    wanted |= {f"from {topic}" for topic, *_ in made if topic}
-    found = re.findall(r"^<!-- (?:site: )?(\w[\w ,-]*) -->$", text, re.M)
-    found = {name for names in found for name in names.split(", ")}
-    assert wanted <= found
-    assert all(name.startswith("from ") for name in found - wanted)
-
-
 @needs_checkout
 def test_the_site_inserts_every_table_that_pages_leave_out():
     text = (ROOT / "docs/measurements.md").read_text()
@@ -379,7 +368,7 @@ def test_the_site_names_its_repository(monkeypatch, address):
 
 
 def test_tables_name_models_as_the_benchmarks_do():
-    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.text.MODELS
+    assert {key: (m.name, m.experts) for key, m in shapes.MODELS.items()} == tables.cases.MODELS
 
 
 def test_the_message_in_the_page_is_the_librarys():
