@@ -25,7 +25,7 @@ PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside 
     "docs/rl.png": ("rl", ["--picture", "rl"]),
 }
 NOT_MEASURED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there
-UNDATED = {"claim", "cpu_ranges", "cpu_amx_ranges", "training_alternatives"}
+UNDATED = {"claim", "quantized_layers", "cpu_ranges", "cpu_amx_ranges", "training_alternatives"}
 MADE = {"from": files.source, "training-memory": training_memory.table}
 MADE |= {"several-gpus": training_memory.parallel_table}
 for module in (layers, serving, engines, training, models):
