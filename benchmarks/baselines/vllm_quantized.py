@@ -1,16 +1,10 @@
 """vLLM's layers of quantized experts: Marlin, and Triton of FP8.
 
-Searched in $MOELORA_PEERS, where `vk/vq_layer.py` calls vLLM's kernels in vLLM's order, on the same
-values as ours. For gpt-oss they omit the biases and its activation: they apply SiLU to the first
-half of the rows instead, which is less work. Results are compared with float64 of what they
-compute.
+The peer's `vk/vq_layer.py` calls vLLM's kernels in vLLM's order, on the same values as ours. For
+gpt-oss they omit the biases and its activation: they apply SiLU to the first half of the rows
+instead, which is less work. Results are compared with float64 of what they compute.
 """
 
-import functools
-import os
-import pathlib
-import sys
-import tarfile
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,38 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelora.bench.baselines import Options, require
+from benchmarks.baselines import load
+from moelora.bench.baselines import require
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs
-
-TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # hard-coded in the packed files
-
-
-@functools.cache
-def load() -> Any:
-    """The copy's module of layers."""
-    root = pathlib.Path(os.environ.get("MOELORA_PEERS", ".peers/vllm_quant")).resolve()
-    require((root / "vk" / "vq_layer.py").exists(), "$MOELORA_PEERS has no vk/vq_layer.py")
-    use_compiled(root / "bin" / "triton_cache.tar.xz")
-    os.environ.setdefault("VK_MODE", "cuda")
-    sys.path.insert(0, str(root / "vk"))
-    import vq_layer
-
-    require(vq_layer.load_cuda(), f"the peer's CUDA operators: {vq_layer.CUDA_NOTE}")
-    return vq_layer
-
-
-def use_compiled(packed: pathlib.Path) -> None:
-    """Let Triton find precompiled kernels, if there are any."""
-    mark = TRITON_CACHE / ".vq_unpacked"
-    os.environ.setdefault("TRITON_CACHE_DIR", str(TRITON_CACHE))
-    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
-    if packed.exists() and not mark.exists():
-        TRITON_CACHE.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(packed) as files:
-            files.extractall(TRITON_CACHE, filter="data")
-        mark.touch()
 
 
 def grown(t: Tensor, rows: int, columns: int) -> Tensor:
@@ -76,13 +43,14 @@ class Marlin:
 
     schemes = {"mxfp4": "mxfp4", "int4": "int4"}
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         model, format = layer.model, layer.model.format
         require(layer.device.type == "cuda", "its kernels are for GPUs")
         require(layer.dtype == "bf16", "driven here in bf16 only")
         require(format in self.schemes, f"driven here for {' and '.join(self.schemes)} only")
         require(model.activation in ("silu", "swigluoai"), "driven here with silu only")
-        self.vq, self.layer = load(), layer
+        self.vq, self.layer = load("vq_layer", "vllm_quant"), layer
+        require(self.vq.load_cuda(), f"the peer's CUDA operators: {self.vq.CUDA_NOTE}")
         self.check()
         assert format
         self.weights = self.packed(self.schemes[format])

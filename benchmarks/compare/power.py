@@ -128,7 +128,7 @@ def measure(args, sampler):
         key, model = shapes.find(name)
         generator = torch.Generator("cuda").manual_seed(0)
         layer = Layer(model, "bf16", [r for r in args.ranks if r], args.adapters, generator)
-        ours = Ours(layer, None)
+        ours = Ours(layer)
         for tokens in args.tokens:
             batch = cases.draw_batch(model, tokens, args.adapters, generator)
             for rank in args.ranks:

@@ -81,7 +81,7 @@ def pairs(layer, batch, generator, peer):
         made[name] = {"moelora": ours, "deep_gemm": theirs}, (x, theirs_x), float(error), work
     (w13, x, _, work), (w2, h, _, more) = made.values()
     calls = {
-        "moelora": functools.partial(Ours(layer, None).run, batch, 0),
+        "moelora": functools.partial(Ours(layer).run, batch, 0),
         "deep_gemm": lambda: (w13["deep_gemm"](), w2["deep_gemm"]()),
     }
     return made | {"layer": (calls, (*x, *h), None, work + more)}

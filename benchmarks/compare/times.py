@@ -75,7 +75,7 @@ class Worker:
         """A function of a batch and a rank: the layer, or the delta of one of its projections."""
         layer = self.layer
         if name == "layer":
-            return Ours(layer, None).run
+            return Ours(layer).run
         shape = (tokens * layer.model.top_k, layer.model.intermediate)
         h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
 

@@ -3,14 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
 from moelora.bench.formats import FORMATS
 from moelora.bench.shapes import Model
-from moelora.weights.quantized import QuantizedWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXES = {
@@ -22,8 +20,6 @@ MIXES = {
 }
 ROUTINGS = ("uniform", "zipf")
 
-Checkpoint: TypeAlias = dict[str, tuple[Tensor, ...]]  # of "w13" and "w2"
-
 
 @dataclass
 class Batch:
@@ -33,16 +29,6 @@ class Batch:
     topk_ids: Tensor  # [M, top_k] int32
     topk_weights: Tensor  # [M, top_k] float32
     mapping: Tensor  # [M] int32, -1 = none
-
-
-@dataclass
-class Factors:
-    """Stacked adapters of one layer, as vLLM stacks them (gate and up apart)."""
-
-    a13: list[Tensor]  # slices x [L, E, R, K]
-    b13: list[Tensor]  # slices x [L, E, I, R]
-    a2: Tensor  # [L, E, R, I]
-    b2: Tensor  # [L, E, K, R]
 
 
 def normal(
@@ -65,65 +51,6 @@ def normal(
     for start in range(0, flat.numel(), 1 << 28):
         flat[start : start + (1 << 28)].normal_(0, std, generator=generator)
     return out
-
-
-def draw_weights(
-    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor]:
-    """w13 [E, 2I, K] ([E, I, K] without a gate) and w2 [E, K, I]."""
-    e, k, i = model.experts, model.hidden, model.intermediate
-    w13 = normal((e, model.slices * i, k), 0.02, generator, dtype)
-    return w13, normal((e, k, i), 0.02, generator, dtype)
-
-
-def draw_checkpoint(
-    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
-) -> Checkpoint:
-    """Random quantized weights in checkpoint layout."""
-    e, k, i = model.experts, model.hidden, model.intermediate
-    assert model.format
-    draw = FORMATS[model.format].draw
-    return {
-        "w13": draw(e, model.slices * i, k, generator, dtype),
-        "w2": draw(e, k, i, generator, dtype),
-    }
-
-
-def pack_checkpoint(
-    model: Model, checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16
-) -> tuple[QuantizedWeights, QuantizedWeights]:
-    """w13 and w2 as QuantizedWeights."""
-    assert model.format
-    pack = FORMATS[model.format].pack
-    w13 = pack(*checkpoint["w13"], gate_up=model.gate_up, dtype=dtype)
-    return w13, pack(*checkpoint["w2"], dtype=dtype)
-
-
-def draw_biases(
-    model: Model, generator: Generator, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """b13 [E, 2I] ([E, I] without a gate) and b2 [E, K]; (None, None) for a model without."""
-    if not model.bias:
-        return None, None
-    e, k, i = model.experts, model.hidden, model.intermediate
-    b13 = normal((e, model.slices * i), 0.02, generator, dtype)
-    return b13, normal((e, k), 0.02, generator, dtype)
-
-
-def draw_factors(
-    model: Model,
-    adapters: int,
-    rank: int,
-    generator: Generator,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Factors:
-    e, k, i = model.experts, model.hidden, model.intermediate
-    return Factors(
-        [normal((adapters, e, rank, k), 0.02, generator, dtype) for _ in range(model.slices)],
-        [normal((adapters, e, i, rank), 0.02, generator, dtype) for _ in range(model.slices)],
-        normal((adapters, e, rank, i), 0.02, generator, dtype),
-        normal((adapters, e, k, rank), 0.02, generator, dtype),
-    )
 
 
 def draw_batch(

@@ -19,10 +19,10 @@ import argparse
 import math
 import os
 import sys
-import time
 from collections.abc import Collection, Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,40 +38,25 @@ from moelora.bench.results import Case, baseline_name, shown
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # Default cases. On a CPU, layers are cut to fit 12 GB of memory.
-DEFAULTS = {
-    "cuda": {
-        "models": "qwen3,mixtral,dsv2lite",
-        "tokens": "1,4,16,64,256,1024,4096,16384",
-        "dtypes": "bf16",
-        "ranks": "16,64",
-        "budget_ms": 40.0,
-    },
-    "cpu": {
-        "models": "qwen3:16,mixtral:4",
-        "tokens": "1,8,64,512",
-        "dtypes": "fp32,bf16",
-        "ranks": "16,64",
-        "budget_ms": 300.0,
-    },
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "models": {"cuda": "qwen3,mixtral,dsv2lite", "cpu": "qwen3:16,mixtral:4"},
+    "tokens": {"cuda": "1,4,16,64,256,1024,4096,16384", "cpu": "1,8,64,512"},
+    "dtypes": {"cuda": "bf16", "cpu": "fp32,bf16"},
+    "ranks": {"cuda": "16,64", "cpu": "16,64"},
+    "budget_ms": {"cuda": 40.0, "cpu": 300.0},
+    "baselines": {"cuda": "auto", "cpu": "auto"},
+    "deadline_s": {"cuda": math.inf, "cpu": math.inf},
 }
 # What --quick takes instead, where nothing else is given: the baselines that start at once.
 QUICK_SECONDS = 60.0
-QUICK = {
-    "cuda": {
-        "models": "qwen3",
-        "tokens": "16,1024,4096",
-        "ranks": "16",
-        "baselines": "grouped_mm",
-        "budget_ms": 20.0,
-    },
-    "cpu": {
-        "models": "qwen3:16",
-        "tokens": "1,64",
-        "dtypes": "bf16",
-        "ranks": "16",
-        "baselines": "loop,transformers",
-        "budget_ms": 100.0,
-    },
+QUICK: dict[str, dict[str, Any]] = {
+    "models": {"cuda": "qwen3", "cpu": "qwen3:16"},
+    "tokens": {"cuda": "16,1024,4096", "cpu": "1,64"},
+    "dtypes": {"cpu": "bf16"},
+    "ranks": {"cuda": "16", "cpu": "16"},
+    "baselines": {"cuda": "grouped_mm", "cpu": "loop,transformers"},
+    "budget_ms": {"cuda": 20.0, "cpu": 100.0},
+    "deadline_s": {"cuda": QUICK_SECONDS, "cpu": QUICK_SECONDS},
 }
 
 
@@ -90,11 +75,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
     quick = "; ".join(
-        f"{device}: {few['tokens']} tokens of {few['models']}" for device, few in QUICK.items()
+        f"{device}: {QUICK['tokens'][device]} tokens of {models}"
+        for device, models in QUICK["models"].items()
     )
     about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
     add("--quick", action="store_true", help=about)
-    add("--baselines", help=f"of {', '.join(baselines.ABOUT)}; auto, none (default: auto)")
+    add("--baselines", help=f"of {', '.join(baselines.BASELINES)}; auto, none (default: auto)")
     add("--variant", help="force this kernel variant (default: what the plan says)")
     limit = os.environ.get("MOELORA_MAX_CC") or None
     about = "plan as for this compute capability, e.g. 80 (default: $MOELORA_MAX_CC or this GPU's)"
@@ -114,7 +100,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 
     def usual(name: str) -> str:
         """A default that depends on the device."""
-        return "default: " + "; ".join(f"{d}: {DEFAULTS[d][name]}" for d in DEFAULTS)
+        return "default: " + "; ".join(f"{d}: {value}" for d, value in DEFAULTS[name].items())
 
     add = parser.add_argument
     about = (
@@ -152,23 +138,22 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     if getattr(args, "quick", False):
         if args.shape:
             args.models = args.models or ""
-        _fill(args, {**QUICK[args.device], "deadline_s": QUICK_SECONDS})
+        _fill(args, QUICK)
     _settle_layers(args)
-    _fill(args, {**DEFAULTS[args.device], "baselines": "auto", "deadline_s": math.inf})
+    _fill(args, DEFAULTS)
     args.tokens, args.ranks = _numbers("--tokens", args.tokens), _numbers("--ranks", args.ranks)
     args.adapters = _numbers("--adapters", args.adapters)
     args.dtypes = _words("--dtypes", args.dtypes, cases.DTYPES)
     if args.device == "cuda" and "fp32" in args.dtypes:
         raise ValueError("--dtypes: CUDA kernels are for bf16 and fp16")
-    known = list(baselines.ABOUT)
-    quantized = [bool(model.format) for _, model in args.models]
-    defaults = [] if all(quantized) else baselines.DEFAULTS[args.device]
-    if any(quantized):
-        defaults = defaults + baselines.DEFAULTS_OF_QUANTIZED[args.device]
-    if args.baselines in ("auto", "none"):
-        args.baselines = defaults if args.baselines == "auto" else []
+    if args.baselines == "auto":
+        quantized = {bool(model.format) for _, model in args.models}
+        usual = baselines.DEFAULTS[args.device]
+        args.baselines = [n for n in usual if baselines.BASELINES[n].quantized in quantized]
+    elif args.baselines == "none":
+        args.baselines = []
     else:
-        args.baselines = _words("--baselines", args.baselines, known)
+        args.baselines = _words("--baselines", args.baselines, baselines.BASELINES)
     for name in ("threads", "mm_size", "budget_ms", "patience_s", "deadline_s"):
         least = 1 if name in ("threads", "mm_size") else 0
         if (number := getattr(args, name, None)) is not None and not number >= least:
@@ -187,37 +172,35 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _fill(args: argparse.Namespace, values: Mapping[str, object]) -> None:
+def _fill(args: argparse.Namespace, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Set the options that were not given."""
-    for name, value in values.items():
+    for name, of_device in values.items():
         if getattr(args, name, None) is None:
-            setattr(args, name, value)
+            setattr(args, name, of_device.get(args.device))
 
 
 def _settle_layers(args: argparse.Namespace) -> None:
     """Convert `models` to [(key, Model)]; a weight format limits `dtypes`."""
-    format = getattr(args, "format", None)
-    given = format
-    if format in cases.DTYPES:
-        if args.dtypes not in (None, format):
-            raise ValueError(f"--format is {format}, but --dtypes is {args.dtypes}")
-        args.dtypes, format = format, None
+    format = given = getattr(args, "format", None)
+    if given in cases.DTYPES:
+        if args.dtypes not in (None, given):
+            raise ValueError(f"--format is {given}, but --dtypes is {args.dtypes}")
+        args.dtypes, format = given, None
     if args.models is None:
-        args.models = "" if args.shape else DEFAULTS[args.device]["models"]
+        args.models = "" if args.shape else DEFAULTS["models"][args.device]
     models = [
         config.read(text, given) if config.is_config(text) else shapes.find(text)
         for text in args.models.split(",")
         if text
     ]
     models += [shapes.custom(text) for text in args.shape]
-    models = [(key, model.shard(args.tp)) for key, model in models]
     if not models:
         raise ValueError("--models and --shape name no layer")
-    args.models = [
-        (key, model.quantized(wanted) if wanted else model)
-        for key, model in models
-        for wanted in [format or model.format]
-    ]
+    args.models = []
+    for key, model in models:
+        model = model.shard(args.tp)
+        wanted = format or model.format
+        args.models.append((key, model.quantized(wanted) if wanted else model))
     if any(model.format for _, model in args.models):
         args.dtypes = args.dtypes or "bf16"
         if "fp32" in args.dtypes:
@@ -259,41 +242,36 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
     """Measure all cases of settled `args`, and list those that were skipped; the result file grows
     with every case.
     """
-    started = time.monotonic()
     timer, generator = tools(args)
     about = processor() if args.device == "cpu" else {}
     if args.device == "cuda" and args.max_cc:
         about["max_cc"] = args.max_cc
-    options = baselines.Options(args.patience_s)
     settings = list(product(args.models, args.dtypes, args.adapters))
-    total = len(settings) * len(args.tokens)
+    progress = CaseProgress(console, len(settings) * len(args.tokens))
     rows: list[Case] = []
     absent: dict[str, str] = {}
-    done, late = 0, False
-    progress = CaseProgress(console, total)
+    remarks: list[str] = []
     for (key, model), dtype, adapters in settings:
         bench = layer = found = None  # free the last one's memory before the next takes its own
         same_a = "transformers" in args.baselines
         layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
         situation = Situation(key, args.tp, args.mix, args.routing)
-        found, missing = baselines.baselines_of(layer, args.baselines, options)
+        found, missing = baselines.baselines_of(layer, args.baselines)
         absent |= missing
-        bench = Bench(layer, found, situation, timer, args.budget_ms)
+        bench = Bench(layer, found, situation, timer, args.budget_ms, args.patience_s)
         for tokens in args.tokens:
             measured = bench.measure(tokens, generator)
             rows += measured
-            done += 1
             progress.end(*map(result, measured))
-            seconds = time.monotonic() - started
             if args.out:
-                results.write(args.out, rows, **about, absent=absent, seconds=round(seconds))
-            late = seconds > args.deadline_s and done < total
-            if late:
+                seconds = round(progress.seconds)
+                results.write(args.out, rows, **about, absent=absent, seconds=seconds)
+            if progress.seconds > args.deadline_s and progress.finished < progress.total:
+                remarks = [f"deadline: {progress.finished} of {progress.total} cases done"]
                 break
-        if late:
+        if remarks:
             break
-    remarks = [f"not measured: {name}: {why}" for name, why in absent.items()]
-    return rows, remarks + ([f"deadline: {done} of {total} cases done"] if late else [])
+    return rows, [f"not measured: {name}: {why}" for name, why in absent.items()] + remarks
 
 
 def model_of(row: Case) -> str:
@@ -373,13 +351,10 @@ def show_lists(console: Console) -> None:
     for key, m in shapes.MODELS.items():
         sizes = map(str, (m.experts, m.top_k, m.hidden, m.intermediate))
         models.add_row(key, m.name, *sizes, m.activation)
-    who = Table("--baselines", "what", "cuda", "cpu")
-    defaults = [
-        baselines.DEFAULTS[device] + baselines.DEFAULTS_OF_QUANTIZED[device]
-        for device in ("cuda", "cpu")
-    ]
-    for name, about in baselines.ABOUT.items():
-        who.add_row(name, about, *("auto" if name in auto else "" for auto in defaults))
+    who = Table("--baselines", "what", *baselines.DEFAULTS)
+    for name, entry in baselines.BASELINES.items():
+        auto = ("auto" if name in usual else "" for usual in baselines.DEFAULTS.values())
+        who.add_row(name, entry.about, *auto)
     weights = Table("--format", "what", "bits of a weight")
     for name, format in formats.FORMATS.items():
         weights.add_row(name, format.about, str(format.bits))

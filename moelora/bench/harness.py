@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from moelora.bench.results import Case
     from moelora.bench.shapes import Model
     from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
+
+Value = TypeVar("Value")
 
 # Relative to the norm of the reference. Baselines that merge adapters, or add them later, round
 # more.
@@ -102,6 +104,17 @@ def bound_us(model: Model, work: tuple[float, float], peaks: Peaks) -> float:
     return 1e6 * peaks.bound(flops / rate, moved)
 
 
+def name_of(key: Key) -> str:
+    """A run in result files: ours without adapters has a name of its own, as baselines do."""
+    who, rank = key
+    return f"{who}_base" if who.startswith("ours") and not rank else who
+
+
+def of_rank(values: Mapping[Key, Value], rank: int) -> dict[str, Value]:
+    """Values of a rank and of the layer without adapters, by `name_of`."""
+    return {name_of(key): value for key, value in values.items() if key[1] in (0, rank)}
+
+
 @dataclass
 class Situation:
     """Common properties of the batches of a layer."""
@@ -122,9 +135,10 @@ class Bench:
         situation: Situation,
         timer: GraphTimer | TurnTimer,
         budget_ms: float,
+        patience_s: float,
     ):
         self.layer, self.baselines, self.situation = layer, baselines, situation
-        self.timer, self.budget_ms = timer, budget_ms
+        self.timer, self.budget_ms, self.patience_s = timer, budget_ms, patience_s
         self.slow: dict[Key, str] = {}  # reasons
 
     def measure(self, tokens: int, generator: torch.Generator) -> list[Case]:
@@ -138,7 +152,22 @@ class Bench:
         times, peaks = self.timer.compare(runs, batches, work[0][1], self.budget_ms)
         bounds = {rank: bound_us(layer.model, w, peaks) for rank, w in work.items()}
         return [
-            self.row(tokens, rank, runs, errors, plan)
+            {
+                "model": s.key,
+                "experts": layer.model.experts,
+                "tp": s.tp,
+                "tokens": tokens,
+                "rank": rank,
+                "adapters": layer.adapters,
+                "mix": s.mix if s.mix in cases.MIXES else f"{s.mix} base",
+                "routing": s.routing,
+                "dtype": layer.dtype,
+                "format": layer.model.format or layer.dtype,
+                "plan": plan,
+                "relative_error": {n: float(f"{e:.2g}") for n, e in of_rank(errors, rank).items()},
+                "eager": [name for name, run in of_rank(runs, rank).items() if run.eager],
+                "skipped": of_rank(self.skipped, rank),
+            }
             | ({"max_err_ratio": ratios[rank]} if rank in ratios else {})
             | figures(rank, times, bounds, work[rank], peaks)
             for rank in layer.stacks
@@ -170,7 +199,7 @@ class Bench:
             who, rank = key
             try:
                 run = runs[key]
-                out = run.first() if run.first else run.call(0)
+                out = run.first(self.patience_s) if run.first else run.call(0)
             except TooSlow as why:
                 self.leave_out(runs, key, f"{len(batch.x)} tokens, rank {rank}: {why}")
                 continue
@@ -209,36 +238,6 @@ class Bench:
                 self.skipped.setdefault((who, larger), why)
                 runs.pop((who, larger), None)
 
-    def row(
-        self, tokens: int, rank: int, runs: Runs, errors: Mapping[Key, float], plan: str
-    ) -> Case:
-        """Identification of the case, and properties other than times."""
-        s = self.situation
-        return {
-            "model": s.key,
-            "experts": self.layer.model.experts,
-            "tp": s.tp,
-            "tokens": tokens,
-            "rank": rank,
-            "adapters": self.layer.adapters,
-            "mix": s.mix if s.mix in cases.MIXES else f"{s.mix} base",
-            "routing": s.routing,
-            "dtype": self.layer.dtype,
-            "format": self.layer.model.format or self.layer.dtype,
-            "plan": plan,
-            "relative_error": {
-                (f"{who}_base" if is_ours(who) and not r else who): float(f"{e:.2g}")
-                for (who, r), e in errors.items()
-                if r in (0, rank)
-            },
-            "eager": [who for (who, r), run in runs.items() if run.eager and r in (0, rank)],
-            "skipped": {who: why for (who, r), why in self.skipped.items() if r in (0, rank)},
-        }
-
-
-def is_ours(who: str) -> bool:
-    return who.startswith("ours")
-
 
 def figures(
     rank: int,
@@ -249,15 +248,10 @@ def figures(
 ) -> Case:
     """Measured part of a row."""
     mine, base = times["ours", rank], times["ours", 0]
-    ours = {
-        (who if r else f"{who}_base"): t
-        for (who, r), t in times.items()
-        if is_ours(who) and r in (0, rank)
-    }
-    others = {key: t for key, t in times.items() if not is_ours(key[0])}
-    of_rank = {who: t for (who, r), t in others.items() if r in (0, rank)}
-    adapted = {who: t.median for (who, r), t in others.items() if r == rank}
-    baselines = {who: t.median for who, t in of_rank.items()}
+    named = of_rank(times, rank)
+    ours = {who: t for who, t in named.items() if who.startswith("ours")}
+    others = {who: t for who, t in named.items() if who not in ours}
+    adapted = {who: t.median for who, t in others.items() if (who, rank) in times}
     best = min(adapted, key=adapted.__getitem__, default=None)
     return {
         **{f"{who}_us": t.median for who, t in ours.items()},
@@ -266,10 +260,10 @@ def figures(
         "share": round(bounds[rank] / mine.median, 3),
         "share_base": round(bounds[0] / base.median, 3),
         "overhead": round(mine.median / base.median - 1, 3),
-        "rivals": baselines,
+        "rivals": {who: t.median for who, t in others.items()},
         "best_rival": best,
         "ratio": round(adapted[best] / mine.median, 3) if best else None,
-        "spread_us": {who: [t.low, t.high] for who, t in (ours | of_rank).items()},
+        "spread_us": {who: [t.low, t.high] for who, t in (ours | others).items()},
         "gflop": round(work[0] / 1e9, 4),
         "mbytes": round(work[1] / 1e6, 3),
         "streaming_gb_s": round(peaks.bytes / 1e9, 2),

@@ -16,10 +16,13 @@ class CaseProgress:
         self.console, self.total = console, total
         self.finished, self.started = 0, time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
     def end(self, *lines: str) -> None:
         """Print the results of a case and count it."""
         self.finished += 1
-        seconds = time.monotonic() - self.started
         for line in lines:
-            line = f"[{self.finished}/{self.total}, {seconds:.0f} s] {line}"
+            line = f"[{self.finished}/{self.total}, {self.seconds:.0f} s] {line}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -33,8 +33,8 @@ class Run:
     """One baseline on a case."""
 
     call: Callable[[int], Any]  # of a batch's index; returns the output
-    # the checked call, instead of `call(0)`; may raise Skipped
-    first: Callable[[], torch.Tensor] | None = None
+    # the checked call, instead of `call(0)`: of the seconds that it may take; may raise Skipped
+    first: Callable[[float], torch.Tensor] | None = None
     eager: bool = False  # synchronizes with the host, so CUDA graphs cannot capture it
     of: Layer | None = None  # the layer it computes, if not the case's
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from moelora import _C
 from moelora.bench import cases, command, results, shapes
 from moelora.bench import console as wide_console
-from moelora.bench.baselines import Options
 from moelora.bench.baselines.ours import Ours
 from moelora.bench.cases import Batch
 from moelora.bench.harness import draw_batches, reference_rows, relative_error, tolerance_of
@@ -74,7 +73,7 @@ class Tuner:
 
     def __init__(self, layer: Layer, timer: GraphTimer | TurnTimer, budget_ms: float):
         self.layer, self.timer, self.budget_ms = layer, timer, budget_ms
-        self.ours = Ours(layer, Options())
+        self.ours = Ours(layer)
 
     def call(self, variant: str, batch: Batch, rank: int) -> Tensor:
         """Our layer with these variants; TABLE is the choice of the built-in table."""

@@ -12,7 +12,7 @@ from conftest import needs_gpu
 
 from moelora.__main__ import main
 from moelora.bench import baselines, cases, command, machine, results, shapes
-from moelora.bench.baselines import Options, baselines_of
+from moelora.bench.baselines import baselines_of
 from moelora.bench.baselines.native import GroupedMM
 from moelora.bench.baselines.ours import Loop, Ours, Separate
 from moelora.bench.formats import FORMATS
@@ -186,8 +186,8 @@ def test_models_and_baselines_are_listed(capsys):
     assert main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert all(model.name in out for model in shapes.MODELS.values())
-    assert all(name in out for name in baselines.ABOUT)
-    assert all(name in baselines.ABOUT for names in baselines.DEFAULTS.values() for name in names)
+    assert all(name in out for name in baselines.BASELINES)
+    assert all(baselines.BASELINES.keys() >= {*names} for names in baselines.DEFAULTS.values())
 
 
 # ---- baselines ----
@@ -230,7 +230,7 @@ def test_a_baseline_that_breaks_does_not_end_the_run(bench, monkeypatch):
 )
 def test_baselines_say_what_they_need(model, dtype, name, why):
     layer = draw_layer(model, dtype)
-    found, absent = baselines_of(layer, [name], Options())
+    found, absent = baselines_of(layer, [name])
     assert [type(baseline) for baseline in found] == [Ours] and absent == {name: why}
 
 
@@ -242,7 +242,7 @@ def test_adapters_are_added_after_the_base_product(activation):
     batch = cases.draw_batch(model, 7, 3, torch.Generator().manual_seed(0), mix="half")
     reference = reference_rows(layer, batch, range(7))
     for rank in (0, 4, 16):
-        for baseline in (GroupedMM(layer, Options()), Separate(layer, Options())):
+        for baseline in (GroupedMM(layer), Separate(layer)):
             assert relative_error(baseline.run(batch, rank), reference[rank]) < 1e-2
         assert not rank or relative_error(reference[0], reference[rank]) > 2e-2
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,70 +28,72 @@ class TooSlow(Skipped):
     """Larger ranks and batches of this layer are skipped too."""
 
 
-@dataclass
-class Options:
-    """User options of baselines."""
-
-    patience_s: float = 1.5  # maximum time of one call of a baseline
-
-
 class Baseline(Protocol):
     """A way to run a layer."""
 
     def runs(self, batches: Sequence[cases.Batch]) -> Runs: ...
 
 
-def baselines_of(
-    layer: Layer, names: Iterable[str], options: Options
-) -> tuple[list[Baseline], dict[str, str]]:
-    """([baseline], {name: reason}); ours comes first."""
-    found: list[Baseline] = []
-    absent: dict[str, str] = {}
-    for name in ("ours", *names):
-        try:
-            reads = name in READ_QUANTIZED or not layer.model.format
-            require(reads, "it reads no quantized weights")
-            found.append(_load(name)(layer, options))
-        except Skipped as why:
-            absent[name] = str(why)
-        except Exception as problem:  # of a package that is not ours
-            if name == "ours":
-                raise
-            absent[name] = f"{type(problem).__name__}: {problem}"
-    return found, absent
+@dataclass(frozen=True)
+class Entry:
+    """A baseline that users name; its module is imported on demand, as it may need others."""
 
+    symbol: str  # module:class; a module without a dot is one of this package
+    about: str
+    quantized: bool = False  # whether it reads quantized weights
 
-def _load(name: str) -> Any:
-    """Class of a baseline. Its module is imported on demand, as it may need other packages."""
-    from importlib import import_module
-
-    module, _, symbol = BASELINES[name].partition(":")
-    package = "" if "." in module else "moelora.bench.baselines."
-    return getattr(import_module(package + module), symbol)
+    def load(self) -> Any:
+        module, _, symbol = self.symbol.partition(":")
+        package = "" if "." in module else f"{__name__}."
+        return getattr(import_module(package + module), symbol)
 
 
 BASELINES = {
-    "ours": "ours:Ours",
-    "unpacked": "ours:Unpacked",
-    "unpacking": "ours:Unpacking",
-    "loop": "ours:Loop",
-    "separate": "ours:Separate",
-    "vllm": "native:VLLM",
-    "grouped_mm": "native:GroupedMM",
-    "transformers": "transformers:Transformers",
+    "unpacked": Entry(
+        "ours:Unpacked", "moelora on quantized weights that were unpacked before", quantized=True
+    ),
+    "unpacking": Entry(
+        "ours:Unpacking", "moelora on quantized weights that every call unpacks", quantized=True
+    ),
+    "loop": Entry(
+        "ours:Loop",
+        "experts one by one in PyTorch: index_select, mm, two more products per adapter",
+    ),
+    "separate": Entry(
+        "ours:Separate", "moelora's base products, then its kernels that add adapters to them"
+    ),
+    "vllm": Entry("native:VLLM", "an installed vLLM's layer, without adapters"),
+    "grouped_mm": Entry(
+        "native:GroupedMM",
+        "torch's grouped GEMM: twice for the base, six times more for adapters",
+    ),
+    "transformers": Entry(
+        "transformers:Transformers",
+        "transformers' experts with PEFT, which serves one adapter at a time",
+    ),
 }
-READ_QUANTIZED = {"ours", "unpacked", "unpacking"}
-ABOUT = {
-    "unpacked": "moelora on quantized weights that were unpacked before",
-    "unpacking": "moelora on quantized weights that every call unpacks",
-    "loop": "experts one by one in PyTorch: index_select, mm, two more products per adapter",
-    "separate": "moelora's base products, then its kernels that add adapters to them",
-    "vllm": "an installed vLLM's layer, without adapters",
-    "grouped_mm": "torch's grouped GEMM: twice for the base, six times more for adapters",
-    "transformers": "transformers' experts with PEFT, which serves one adapter at a time",
+DEFAULTS = {
+    "cuda": ["separate", "vllm", "grouped_mm", "loop", "unpacked"],
+    "cpu": ["loop", "transformers", "unpacked", "unpacking"],
 }
-DEFAULTS = {"cuda": ["separate", "vllm", "grouped_mm", "loop"], "cpu": ["loop", "transformers"]}
-DEFAULTS_OF_QUANTIZED = {"cuda": ["unpacked"], "cpu": ["unpacked", "unpacking"]}
+
+
+def baselines_of(layer: Layer, names: Iterable[str]) -> tuple[list[Baseline], dict[str, str]]:
+    """([baseline], {name: why it is absent}); ours comes first."""
+    from moelora.bench.baselines.ours import Ours
+
+    found: list[Baseline] = [Ours(layer)]
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            entry = BASELINES[name]
+            require(entry.quantized or not layer.model.format, "it reads no quantized weights")
+            found.append(entry.load()(layer))
+        except Skipped as why:
+            absent[name] = str(why)
+        except Exception as problem:  # of a package that is not ours
+            absent[name] = f"{type(problem).__name__}: {problem}"
+    return found, absent
 
 
 def require(condition: object, why: str) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelora.bench.baselines import Options, require, require_no_biases
-from moelora.bench.cases import Batch, Factors
-from moelora.bench.layer import Layer
+from moelora.bench.baselines import require, require_no_biases
+from moelora.bench.cases import Batch
+from moelora.bench.layer import Factors, Layer
 from moelora.bench.timing import Run, Runs, on
 from moelora.reference import activate
 
@@ -21,7 +21,7 @@ class GroupedMM:
 
     name = "torch_grouped_mm"
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         require(hasattr(torch, "_grouped_mm"), "this torch has no _grouped_mm")
         require_no_biases(layer)
         self.model, self.groups = layer.model, layer.adapters + 1
@@ -83,7 +83,7 @@ def delta(x: Tensor, a: Tensor, b: list[Tensor], ends: Tensor) -> Tensor:
 class VLLM:
     """An installed vLLM's layer; its adapters cannot be called from outside of an engine."""
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         require(layer.device.type == "cuda", "its kernels are for GPUs")
         require(layer.dtype != "fp32", "its kernels are for bf16 and fp16")
         require(layer.model.activation == "silu", "driven here with silu only")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import moelora
-from moelora.bench.baselines import Options, TooSlow, require, synchronize
+from moelora.bench.baselines import TooSlow, require, synchronize
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Layer
 from moelora.bench.timing import Run, Runs, on
@@ -43,7 +43,7 @@ class Ours:
     name = "ours"
     of: Layer | None = None  # the layer that it computes, if not this one
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         self.layer = layer
 
     def run(self, batch: Batch, rank: int) -> Tensor:
@@ -60,7 +60,7 @@ class Ours:
 class Unpacked(Ours):
     """The same weights unpacked: the time that quantized ones must not exceed."""
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         require(layer.model.format, "weights are not quantized")
         self.name = f"ours_{layer.dtype}"
         self.layer = copy(layer)
@@ -73,7 +73,7 @@ class Unpacking(Ours):
 
     name = "ours_unpacking"
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         require(layer.model.format, "weights are not quantized")
         self.layer = layer
         if is_w8a8(layer.w13) and is_w8a8(layer.w2):
@@ -92,7 +92,7 @@ class Separate:
     The activation and the sum over experts are torch's.
     """
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         self.layer = layer
 
     def run(self, batch: Batch, rank: int) -> Tensor:
@@ -119,19 +119,19 @@ class Separate:
 
 
 class Loop:
-    def __init__(self, layer: Layer, options: Options):
-        self.layer, self.patience_s = layer, options.patience_s
+    def __init__(self, layer: Layer):
+        self.layer = layer
 
     def run(self, batch: Batch, rank: int) -> Tensor:
         args, kwargs = arguments(self.layer, batch, rank)
         return naive_fused_experts_lora(*args, **kwargs)
 
-    def first(self, batch: Batch, rank: int) -> Tensor:
+    def first(self, batch: Batch, rank: int, patience_s: float) -> Tensor:
         started = time.perf_counter()
         out = self.run(batch, rank)
         synchronize(out)
         seconds = time.perf_counter() - started
-        if seconds > self.patience_s:
+        if seconds > patience_s:
             raise TooSlow(f"{seconds:.1f} s a call")
         return out
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moelora.bench.baselines import Options, Skipped, TooSlow, require, synchronize
-from moelora.bench.cases import Batch, Factors
-from moelora.bench.layer import Layer
+from moelora.bench.baselines import Skipped, TooSlow, require, synchronize
+from moelora.bench.cases import Batch
+from moelora.bench.layer import Factors, Layer
 from moelora.bench.shapes import Model
 from moelora.bench.timing import Run, Runs, on
 
@@ -52,13 +52,12 @@ def model_of(model: Model) -> tuple[Any, Any]:
 class Transformers:
     """One experts module over w13 [E, 2I, K], w2 [E, K, I] and the adapters of several ranks."""
 
-    def __init__(self, layer: Layer, options: Options):
+    def __init__(self, layer: Layer):
         for package in ("transformers", "peft"):
             require(importlib.util.find_spec(package), f"{package} is not installed")
         require(layer.model.activation == "silu", "driven here with silu only")
         for factors in layer.stacks.values():
             require(torch.equal(*factors.a13), "PEFT's expert weights have one A for gate and up")
-        self.patience_s = options.patience_s
         self.ranks = list(layer.stacks)
         model_class, config = model_of(layer.model)
         with torch.device("meta"):  # attention and embeddings are never run
@@ -145,9 +144,9 @@ class Transformers:
         if implementation == "batched_mm" and copied > COPY_LIMIT:
             raise Skipped(f"gathers {copied / 1e9:.0f} GB of weights for one adapter")
 
-    def first(self, batch: Batch, implementation: str, rank: int) -> Tensor:
+    def first(self, batch: Batch, implementation: str, rank: int, patience_s: float) -> Tensor:
         self.check_copies(batch, implementation)
-        return self.run(batch, implementation, rank, self.patience_s)
+        return self.run(batch, implementation, rank, patience_s)
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         runs = {
