@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from cases import Problem, Spec
+from cases import PER_TOKEN, Problem, Spec
 from delta_cases import DELTAS, TILES, delta_kwargs
 from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from torch import Tensor
@@ -74,22 +74,6 @@ def delta(which: str, p: Problem, _: Tensor) -> Tensor:
     return DELTAS[which](**delta_kwargs(p, which, mul_routed_weight=which == "w2"))
 
 
-def lists_of(p: Problem, experts: int, block: int, lora_ids: Tensor) -> tuple[Tensor, ...]:
-    """vLLM's lists of rows, of experts and of rows in use."""
-    slots, rows = lora_ids.numel(), p.topk_ids.numel()
-    longest = rows + min(rows, experts) * (block - 1)
-    shapes = {(slots, longest): rows, (slots, -(-longest // block)): -1, (slots,): 0}
-    made = [
-        torch.full(shape, fill, dtype=torch.int32, device=lora_ids.device)
-        for shape, fill in shapes.items()
-    ]
-    sizes = (experts, block, slots, longest, -(-longest // block))
-    moelora.moe_lora_align_block_size(
-        p.topk_ids, p.token_lora_mapping, *sizes, *made, lora_ids=lora_ids
-    )
-    return tuple(made)
-
-
 def vllm(base: Tensor, block: int, p: Problem, index: Tensor) -> Tensor:
     """Its `fused_moe_lora` onto `base`, by lists of blocks or, of block 0, without."""
     a, b = factor_list(p.w13_lora_a), factor_list(p.w13_lora_b)
@@ -97,7 +81,18 @@ def vllm(base: Tensor, block: int, p: Problem, index: Tensor) -> Tensor:
     who, active = (None, p.topk_ids.reshape(-1), None), None
     if block:
         active = torch.arange(slots, dtype=torch.int32, device=out.device)
-        who = lists_of(p, experts, block, active)
+        rows = p.topk_ids.numel()
+        longest = rows + min(rows, experts) * (block - 1)
+        blocks = -(-longest // block)
+        who = (  # rows, experts, and how many rows are in use
+            active.new_full((slots, longest), rows),
+            active.new_full((slots, blocks), -1),
+            active.new_zeros(slots),
+        )
+        moelora.moe_lora_align_block_size(
+            *(p.topk_ids, p.token_lora_mapping, experts, block, slots, longest, blocks, *who),
+            lora_ids=active,
+        )
     tiles = (block or 16, *TILES.values())
     moelora.fused_moe_lora(
         *(out, p.hidden_states, a, b, p.topk_weights, *who, p.token_lora_mapping, a[0].size(2)),
@@ -121,7 +116,6 @@ def sglang(base: Tensor, p: Problem, index: Tensor) -> Tensor:
 class Pool:
     """Tokens from which batches are composed, and the operators to run on them."""
 
-    name: str
     format: str
     problem: Problem
     operators: dict[str, Operator]
@@ -130,8 +124,7 @@ class Pool:
         """The problem of these tokens, in this order."""
         p = self.problem
         rows = p.rows.unflatten(0, (-1, p.spec.top_k))[index].flatten(0, 1)
-        per_token = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
-        return replace(p, **{name: getattr(p, name)[index] for name in per_token}, rows=rows)
+        return replace(p, **{name: getattr(p, name)[index] for name in PER_TOKEN}, rows=rows)
 
 
 def base_product(p: Problem, *columns: int) -> Tensor:
@@ -146,48 +139,42 @@ def pools(device: str) -> Iterator[tuple[str, Callable[[], Pool]]]:
     def native(spec: Spec) -> Problem:
         return replace(spec, tokens=POOL[device]).build().to(device)
 
-    def own(name: str, spec: Spec) -> Pool:
-        names = {f"{o} {w}": partial(f, w) for o, f in (("gemm", gemm), ("delta", delta))
-                 for w in ("w13", "w2")}  # fmt: skip
-        return Pool(name, NATIVE, native(spec), {"layer": layer, **names})
+    def own(spec: Spec) -> Pool:
+        operators = {"layer": layer}
+        for name, operator in (("gemm", gemm), ("delta", delta)):
+            operators |= {f"{name} {which}": partial(operator, which) for which in ("w13", "w2")}
+        return Pool(NATIVE, native(spec), operators)
 
-    def quantized(name: str, form: str, spec: Spec) -> Pool:
+    def quantized(form: str, spec: Spec) -> Pool:
         made = build(replace(spec, tokens=POOL[device]), ALL_FORMATS[form], spec.dtype).to(device)
         whole, down = partial(layer, w13=made.w13, w2=made.w2), partial(gemm, "w2", w=made.w2)
-        operators = {"layer": whole, "gemm w2": down}
-        return Pool(name, form, made.dense, operators)
+        return Pool(form, made.dense, {"layer": whole, "gemm w2": down})
 
-    def engines(name: str, listed: Spec, mlp: Spec) -> Iterator:
-        def of_vllm() -> Pool:
-            p = native(listed)
-            base = base_product(p, p.spec.top_k, p.w13.size(1))
-            blocks = {"naive": 0, "lists of 16": 16, "lists of 64": 64}
-            return Pool(name, NATIVE, p, {
-                f"fused_moe_lora, {how}": partial(vllm, base, block)
-                for how, block in blocks.items()
-            })  # fmt: skip
+    def of_vllm(spec: Spec) -> Pool:
+        p = native(spec)
+        base = base_product(p, p.spec.top_k, p.w13.size(1))
+        blocks = {"naive": 0, "lists of 16": 16, "lists of 64": 64}
+        operators = {f"fused_moe_lora, {how}": partial(vllm, base, n) for how, n in blocks.items()}
+        return Pool(NATIVE, p, operators)
 
-        def of_sglang() -> Pool:
-            p = native(mlp)
-            base = base_product(p, p.spec.hidden)
-            return Pool(name, NATIVE, p, {"run_moe_lora": partial(sglang, base)})
-
-        yield f"vllm {name}", of_vllm
-        yield f"sglang {name}", of_sglang
+    def of_sglang(spec: Spec) -> Pool:
+        p = native(spec)
+        return Pool(NATIVE, p, {"run_moe_lora": partial(sglang, base_product(p, p.spec.hidden))})
 
     words = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
     for word, dtype in words.items():
         if device == "cuda" and dtype == torch.float32:
             continue
         for shape, spec in SHAPES.items():
-            yield f"{shape} {word}", partial(own, word, replace(spec, dtype=dtype))
-        yield from engines(word, replace(VLLM, dtype=dtype), replace(SGLANG, dtype=dtype))
+            yield f"{shape} {word}", partial(own, replace(spec, dtype=dtype))
+        yield f"vllm {word}", partial(of_vllm, replace(VLLM, dtype=dtype))
+        yield f"sglang {word}", partial(of_sglang, replace(SGLANG, dtype=dtype))
         for format in ALL_FORMATS if dtype != torch.float32 else ():
             spec = replace(QUANTIZED, dtype=dtype)
-            yield f"{format} {word}", partial(quantized, word, format, spec)
+            yield f"{format} {word}", partial(quantized, format, spec)
         if device == "cuda":  # tiles in runs
             wide = replace(QUANTIZED, hidden=2304, dtype=dtype)
-            yield f"fp8 wide {word}", partial(quantized, word, "fp8_block_w8a8", wide)
+            yield f"fp8 wide {word}", partial(quantized, "fp8_block_w8a8", wide)
 
 
 # ---- compositions ----
@@ -264,37 +251,26 @@ def forced(pool: Pool, device: str) -> list[str]:
     ]
 
 
-def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator:
+def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator[dict]:
     """Rows of the file for one pool."""
     pool, device = prover.pool, prover.device
-
-    def rows(counts: dict[str, Count], **what) -> Iterator[dict]:
-        for operator, count in counts.items():
-            if not count.compositions:
-                continue
-            head = {"pool": name, "operator": operator, "format": pool.format}
-            yield head | {"path": "own", "forced": ""} | what | count.row()
-
-    def each_forced(want: dict[str, Tensor], path: str) -> Iterator[dict]:
-        for variant in forced(pool, device):
-            _C.force_variant(variant)
-            try:
-                yield from rows(prover.count(want, again), path=path, forced=variant)
-            finally:
-                _C.force_variant(None)
-
-    own = prover.reference()
-    yield from rows(prover.count(own, compositions))
-    yield from each_forced(own, "own")
-    if device == "cpu":
-        return
-    _C.limit_capability(80)
-    try:
-        portable = prover.reference()
-        yield from rows(prover.count(portable, compositions // 4 + 1), path="cc80")
-        yield from each_forced(portable, "cc80")
-    finally:
-        _C.limit_capability(0)
+    for path in ("own", "cc80") if device == "cuda" else ("own",):
+        try:
+            if path == "cc80":
+                _C.limit_capability(80)
+                compositions = compositions // 4 + 1
+            want = prover.reference()
+            for variant in ("", *forced(pool, device)):
+                _C.force_variant(variant or None)
+                counts = prover.count(want, again if variant else compositions)
+                for operator, count in counts.items():
+                    head = {"pool": name, "operator": operator, "format": pool.format}
+                    if count.compositions:
+                        yield head | {"path": path, "forced": variant} | count.row()
+        finally:
+            _C.force_variant(None)
+            if path == "cc80":
+                _C.limit_capability(0)
 
 
 # ---- command ----
@@ -326,14 +302,13 @@ def main(argv=None) -> int:
         for row in made:
             if row["differing"]:
                 print(f"    {row}")
-    names = {"calls": "compositions", "elements": "elements", "differing": "differing"}
-    sums = {name: sum(row[field] for row in rows) for name, field in names.items()}
-    summary = {"compositions": compositions} | sums
+    summary = {"compositions": compositions, "calls": sum(row["compositions"] for row in rows)}
+    summary |= {name: sum(row[name] for row in rows) for name in ("elements", "differing")}
     rows = [row for row in rows if not row["forced"] or row["differing"]]
     print(summary)
     if args.out:
         results.write(args.out, rows, **summary, seconds=round(time.monotonic() - started))
-    return 0 if compositions and not sums["differing"] else 1
+    return 0 if compositions and not summary["differing"] else 1
 
 
 if __name__ == "__main__":
