@@ -34,14 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", help="result files")
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
-    pictures = {
-        "roofline": "flops under the roof and the cost of adapters; of few cases their times",
-        "beside": "a layer with adapters beside vLLM's with and without, of one file",
-        "arrivals": "times to the first token, of one file of benchmarks.churn",
-        "rl": "rewards, and how far trainers are from samplers, of one file of benchmarks.rl_loop",
-    }
-    about = "; ".join(f"{name}: {what}" for name, what in pictures.items())
-    add("--picture", choices=pictures, default="roofline", help=f"{about} (default: %(default)s)")
+    about = "; ".join(f"{name}: {what}" for name, (_, what) in PICTURES.items())
+    add("--picture", choices=PICTURES, default="roofline", help=f"{about} (default: %(default)s)")
     about = "of the adapters in `beside`, with commas between (default: %(default)s)"
     add("--rank", default="16,64", help=about)
     about = "of the kernels in `beside`, for its title (default: the file's)"
@@ -55,18 +49,15 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--out is {args.out!r}, wanted a file that ends in .png or .svg")
         if args.picture != "roofline" and len(args.files) > 1:
             raise ValueError(f"--picture {args.picture} draws one file, not {len(args.files)}")
-        if args.picture == "beside":
-            ranks = [int(rank) for rank in args.rank.split(",")]
-            figure = beside(args.files[0], ranks, args.vllm_version)
-        elif args.picture == "roofline":
-            figure = layers(args.files)
-        else:
-            figure = {"arrivals": arrivals, "rl": policies}[args.picture](args.files[0])
-        path = save(figure, args.out)
+        draw, _ = PICTURES[args.picture]
+        figure = draw(args)
+        # A PNG without the release of matplotlib changes only with its data.
+        unnamed = {"Software": None} if args.out.endswith(".png") else None
+        figure.savefig(args.out, dpi=120, metadata=unnamed)
     except (OSError, ValueError, ImportError) as error:
         print(f"moelora plot: {error}", file=sys.stderr)
         return 2
-    print(path)
+    print(Path(args.out))
     return 0
 
 
@@ -79,21 +70,23 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Figure, out: str | Path) -> Path:
-    """Write a picture. A PNG does not name the release of matplotlib, so that it changes only with
-    its data."""
-    is_png = str(out).endswith(".png")
-    figure.savefig(out, dpi=120, metadata={"Software": None} if is_png else None)
-    return Path(out)
+def of_topic(args: argparse.Namespace, topic: str, what: str) -> tuple[Case, list[Case]]:
+    """(meta, cases of a topic) of the file; ValueError if there are none."""
+    (file,) = args.files
+    meta, cases = results.read(file)
+    rows = [row for row in cases if row.get("topic") == topic]
+    if not rows:
+        raise ValueError(f"{file} has no case of {what}")
+    return meta, rows
 
 
-def layers(files: Sequence[str]) -> Figure:
+def layers(args: argparse.Namespace) -> Figure:
     """One picture of all files: achieved flops over intensity under the roofline, and the
     overhead of adapters by number of tokens; of cases that were measured with several numbers of
     adapters, the overhead by these. Few numbers of tokens make no curve: the times of such cases,
     e.g. those of `bench --quick`, are bars instead.
     """
-    loaded = [results.read(file) for file in files]
+    loaded = [results.read(file) for file in args.files]
     rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
     if not rows:
         raise ValueError("there is no layer in these files")
@@ -140,24 +133,20 @@ def varying(rows: Sequence[Case], field: str) -> list[str]:
 
 def times(rows: Sequence[Case]) -> Figure:
     """Bars of each case: moelora, the bound, the baselines."""
-    bars = [
-        {
+    figure = new_figure(9, sum(1.75 + 0.25 * len(row["rivals"]) for row in rows))
+    every = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    for axes, row in zip(every, rows, strict=True):
+        found = {
             "moelora": (row["ours_us"], "C0"),
             "moelora, no adapters": (row["ours_base_us"], "C9"),
             "lower bound": (row["bound_us"], "0.7"),
         }
-        for row in rows
-    ]
-    for row, found in zip(rows, bars, strict=True):
         for field, us in row["rivals"].items():
             name, base, _ = field.partition("_base")
             label = NAMES.get(name, baseline_name(name)) + (", no adapters" if base else "")
             found[label] = us, "C1" if base else "C3"
-    figure = new_figure(9, sum(1 + 0.25 * len(found) for found in bars))
-    every = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
-    for axes, row, found in zip(every, rows, bars, strict=True):
-        us, colors = zip(*found.values(), strict=True)
-        axes.bar_label(axes.barh([*found], us, color=colors), fmt=shown, padding=2, fontsize=8)
+        widths, colors = zip(*found.values(), strict=True)
+        axes.bar_label(axes.barh([*found], widths, color=colors), fmt=shown, padding=2, fontsize=8)
         axes.set_title(case_of(row, "tokens", "adapters"), loc="left", fontsize=9)
         axes.tick_params("y", labelsize=8)
         axes.invert_yaxis()
@@ -216,11 +205,10 @@ def overhead(axes: Axes, rows: Sequence[Case], along: str) -> None:
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def beside(file: str, ranks: Sequence[int], vllm: str | None = None) -> Figure:
-    """Time of a layer by number of tokens, relative to vLLM's layer without adapters.
-
-    `vllm` is the version of its kernels, if the file does not say it.
-    """
+def beside(args: argparse.Namespace) -> Figure:
+    """Time of a layer by number of tokens, relative to vLLM's layer without adapters."""
+    ranks = [int(rank) for rank in args.rank.split(",")]
+    (file,) = args.files
     meta, cases = results.read(file)
     wanted = {"vllm_base", "vllm_default"}
     rows = sorted(
@@ -258,7 +246,7 @@ def beside(file: str, ranks: Sequence[int], vllm: str | None = None) -> Figure:
     number, dtypes = (
         ", ".join(sorted({str(row[name]) for row in rows})) for name in ("adapters", "dtype")
     )
-    vllm = vllm or meta.get("vllm")
+    vllm = args.vllm_version or meta.get("vllm")
     versions = f"moelora {meta['moelora']}, " + (f"kernels of vLLM {vllm}, " if vllm else "")
     title = f"One {dtypes} MoE layer, {number} adapters, {meta['device']}\n"
     figure.suptitle(f"{title}{versions}torch {meta['torch']}", fontsize=11)
@@ -267,12 +255,9 @@ def beside(file: str, ranks: Sequence[int], vllm: str | None = None) -> Figure:
     return figure
 
 
-def arrivals(file: str) -> Figure:
+def arrivals(args: argparse.Namespace) -> Figure:
     """Share of requests by time to the first token, a curve for each policy."""
-    meta, cases = results.read(file)
-    rows = [row for row in cases if row.get("topic") == "arrivals"]
-    if not rows:
-        raise ValueError(f"{file} has no case of arrivals")
+    meta, rows = of_topic(args, "arrivals", "arrivals")
     figure = new_figure(6.4, 3.8)
     axes = figure.subplots()
     policies: dict[str, tuple[str, dict[str, Any]]] = {
@@ -294,12 +279,10 @@ def arrivals(file: str) -> Figure:
     return figure
 
 
-def policies(file: str | Path) -> Figure:
+def policies(args: argparse.Namespace) -> Figure:
     """Rewards by step, and gaps of log-probabilities by pair of trainer and sampler."""
-    meta, cases = results.read(file)
-    rewards, gaps = ([c for c in cases if c.get("topic") == t] for t in ("rl_reward", "rl_gap"))
-    if not rewards or not gaps:
-        raise ValueError(f"{file} has no case of a loop of RL")
+    meta, rewards = of_topic(args, "rl_reward", "a loop of RL")
+    _, gaps = of_topic(args, "rl_gap", "a loop of RL")
     figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2)
     formats = list(dict.fromkeys(row["format"] for row in gaps))
@@ -317,3 +300,17 @@ def policies(file: str | Path) -> Figure:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
     return figure
+
+
+PICTURES = {
+    "roofline": (
+        layers,
+        "flops under the roof and the cost of adapters; of few cases their times",
+    ),
+    "beside": (beside, "a layer with adapters beside vLLM's with and without, of one file"),
+    "arrivals": (arrivals, "times to the first token, of one file of benchmarks.churn"),
+    "rl": (
+        policies,
+        "rewards, and how far trainers are from samplers, of one file of benchmarks.rl_loop",
+    ),
+}
