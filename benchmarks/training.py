@@ -46,7 +46,7 @@ from benchmarks import grouped_mm
 from moelora import _C
 from moelora.bench import results
 from moelora.bench.formats import FORMATS
-from moelora.bench.machine import gpu_peaks
+from moelora.bench.machine import elapsed_ms, gpu_peaks
 from moelora.reference import naive_fused_experts_lora_backward
 from moelora.reference.backward import TRAINED
 
@@ -212,12 +212,7 @@ def measure(call, flush):
     for _ in range(REPEATS):
         flush.zero_()
         torch.cuda._sleep(8_000_000)  # about 5 ms, in which the host queues the step
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
+        times.append(elapsed_ms(call) * 1e3)
     return statistics.median(times)
 
 

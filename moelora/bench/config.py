@@ -113,12 +113,8 @@ def format_of(path: Path, levels: Iterable[Mapping[str, Any]]) -> str | None:
 
 def bits(quantized: Mapping[str, Any]) -> int | None:
     """Bits per weight, as stated by GPTQ and AWQ or by compressed-tensors."""
-    if "bits" in quantized or "w_bit" in quantized:
-        found = quantized.get("bits", quantized.get("w_bit"))
-    else:
-        groups = quantized.get("config_groups") or {}
-        weights = [(group or {}).get("weights") or {} for group in groups.values()]
-        found = weights[0].get("num_bits") if weights else None
-        if weights and weights[0].get("type", "int") != "int":
-            found = None
+    groups = (quantized.get("config_groups") or {}).values()
+    weights = next(((group or {}).get("weights") or {} for group in groups), {})
+    packed = weights.get("num_bits") if weights.get("type", "int") == "int" else None
+    found = quantized.get("bits", quantized.get("w_bit", packed))
     return found if isinstance(found, int) else None

@@ -37,20 +37,21 @@ def gpu_peaks() -> Peaks:
     source = torch.empty(int(min(2 << 30, free // 8)), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     square = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    moved = 2 * source.numel() / _best(lambda: target.copy_(source))
-    return Peaks(moved, 2.0 * 8192**3 / _best(lambda: torch.mm(square, square)))
+    copy, product = (
+        min(elapsed_ms(call) for _ in range(20)) / 1e3
+        for call in (lambda: target.copy_(source), lambda: torch.mm(square, square))
+    )
+    return Peaks(2 * source.numel() / copy, 2.0 * 8192**3 / product)
 
 
-def _best(call: Callable[[], Any], repeats: int = 20) -> float:
+def elapsed_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds of a call on the current GPU, by events around it."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(repeats):
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return min(times)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
 
 
 class CpuYardsticks:

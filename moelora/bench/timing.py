@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
-from moelora.bench.machine import CpuYardsticks, Peaks, gpu_peaks
+from moelora.bench.machine import CpuYardsticks, Peaks, elapsed_ms, gpu_peaks
 
 if TYPE_CHECKING:
     from moelora.bench.cases import Batch
@@ -119,16 +119,11 @@ class GraphTimer:
                     run.eager = True
             turns[key] = (rotation[0], 1) if run.eager else (graphs[-1].replay, calls)
         samples: dict[Name, list[float]] = {key: [] for key in turns}
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             spent, rounds = 0.0, 0
             while rounds < 5 or (spent < budget_ms * len(turns) and rounds < 40):
                 for key, (turn, calls_of_turn) in turns.items():
-                    start.record()
-                    turn()
-                    stop.record()
-                    stop.synchronize()
-                    elapsed = start.elapsed_time(stop)
+                    elapsed = elapsed_ms(turn)
                     spent += elapsed
                     if rounds > 0:  # the first round warms up
                         samples[key].append(1000.0 * elapsed / calls_of_turn)
