@@ -19,8 +19,9 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Collection, Mapping
-from itertools import product
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,8 @@ baseline with adapters / time of moelora with them; then the baselines, with ada
 say without; within noise: the two times differ by no more than their +-; -: not measured, or longer
 than --patience-s"""
 
+BESIDE = ("unpacked", "unpacking")  # columns of quantized weights
+
 
 def show(rows: list[Case], remarks: list[str], console: Console) -> None:
     """Print one line per case with one column per baseline, and what was skipped."""
@@ -308,41 +311,46 @@ def show(rows: list[Case], remarks: list[str], console: Console) -> None:
 
 
 def table_of(rows: list[Case]) -> Table:
-    table = Table(title="us per layer", caption=" ".join(CAPTION.split()))
-    who = list(dict.fromkeys(name for row in rows for name in row["rivals"]))
-    beside = {
-        "unpacked": [row.get(f"ours_{row['dtype']}_us") for row in rows],
-        "unpacking": [row.get("ours_unpacking_us") for row in rows],
-    }
-    beside = {name: times for name, times in beside.items() if any(times)}
-    ours = "with", "+-", "of bound", *beside, "without", "of bound", "cost", "speedup"
-    for column in ("model", "weights", "M", "rank", "adapters", "bound", *ours):
-        table.add_column(column, justify="right")
-    for name in who:
-        table.add_column(baseline_name(name), justify="right")
-
     def cell(us: float | None) -> str:
         return "-" if us is None else shown(us)
 
     def unless_noise(row: Case, name: str, text: str) -> str:
         return "within noise" if compare.within_noise(row, name) else text
 
-    last = None
-    for i, row in enumerate(rows):
-        if last not in (None, (model_of(row), row["format"])):
-            table.add_section()
-        last = model_of(row), row["format"]
-        low, high = row["spread_us"]["ours"]
-        table.add_row(
-            *(*last, *(str(row[name]) for name in ("tokens", "rank", "adapters"))),
-            *(cell(row["bound_us"]), cell(row["ours_us"])),
-            f"{50 * (high - low) / row['ours_us']:.0f} %",
-            *(f"{row['share']:.2f}", *(cell(times[i]) for times in beside.values())),
-            *(cell(row["ours_base_us"]), f"{row['share_base']:.2f}"),
-            unless_noise(row, "ours_base", f"{100 * row['overhead']:+.0f} %"),
-            unless_noise(row, row["best_rival"], f"{row['ratio']:.2f}") if row["ratio"] else "-",
-            *(cell(row["rivals"].get(name)) for name in who),
-        )
+    def speedup(row: Case) -> str:
+        return unless_noise(row, row["best_rival"], f"{row['ratio']:.2f}") if row["ratio"] else "-"
+
+    def rival(name: str, row: Case) -> str:
+        return cell(row["rivals"].get(name))
+
+    columns: list[tuple[str, Callable[[Case], str]]] = [
+        ("model", model_of),
+        ("weights", lambda row: row["format"]),
+        ("M", lambda row: str(row["tokens"])),
+        ("rank", lambda row: str(row["rank"])),
+        ("adapters", lambda row: str(row["adapters"])),
+        ("bound", lambda row: cell(row["bound_us"])),
+        ("with", lambda row: cell(row["ours_us"])),
+        ("+-", lambda row: f"{100 * compare.half_spread(row, 'ours'):.0f} %"),
+        ("of bound", lambda row: f"{row['share']:.2f}"),
+        ("unpacked", lambda row: cell(row.get(f"ours_{row['dtype']}_us"))),
+        ("unpacking", lambda row: cell(row.get("ours_unpacking_us"))),
+        ("without", lambda row: cell(row["ours_base_us"])),
+        ("of bound", lambda row: f"{row['share_base']:.2f}"),
+        ("cost", lambda row: unless_noise(row, "ours_base", f"{100 * row['overhead']:+.0f} %")),
+        ("speedup", speedup),
+    ]
+    who = dict.fromkeys(name for row in rows for name in row["rivals"])
+    columns += [(baseline_name(name), partial(rival, name)) for name in who]
+    unused = {t for t, text in columns if t in BESIDE and all(text(row) == "-" for row in rows)}
+    columns = [(title, text) for title, text in columns if title not in unused]
+    table = Table(title="us per layer", caption=" ".join(CAPTION.split()))
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    for _, of_layer in groupby(rows, lambda row: (model_of(row), row["format"])):
+        for row in of_layer:
+            table.add_row(*(text(row) for _, text in columns))
+        table.add_section()
     return table
 
 
