@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from typing import Any
 
 from rich.table import Table
@@ -10,9 +11,7 @@ from moelora.bench import console, results
 from moelora.bench.results import Case, shown
 
 # Fields that identify a case within a file; absent fields count as None.
-IDENTITY = (
-    *("model", "experts", "tp", "tokens", "rank", "adapters", "mix", "routing", "dtype", "format"),
-)
+FIELDS = "model experts tp tokens rank adapters mix routing dtype format".split()
 
 ABOUT = "flag what became slower between two files"
 
@@ -29,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def identity(case: Case) -> tuple[Any, ...]:
-    return tuple(case.get(name) for name in IDENTITY)
-
-
-def match(before: list[Case], after: list[Case]) -> list[tuple[Case, Case]]:
-    """Pairs of the same case."""
-    known = {identity(case): case for case in before}
-    return [(known[identity(case)], case) for case in after if identity(case) in known]
+    return tuple(case.get(name) for name in FIELDS)
 
 
 def half_spread(case: Case, name: str) -> float:
@@ -55,12 +48,14 @@ def within_noise(case: Case, name: str, other: str = "ours") -> bool:
     return abs(change) <= half_spread(case, name) + half_spread(case, other)
 
 
-def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
-    """Change of each of our times: `change` is after / before - 1, `noise` its threshold: `least`,
-    or the spreads of both runs if these are larger.
+def changes(before: list[Case], after: list[Case], least: float) -> list[Case]:
+    """Change of each of our times in both files: `change` is after / before - 1, `noise` its
+    threshold: `least`, or the spreads of both runs if these are larger.
     """
+    known = {identity(case): case for case in before}
     found = []
-    for old, new in pairs:
+    for new in after:
+        old = known.get(identity(new), {})
         for field, was in old.items():
             if not (field.startswith("ours") and field.endswith("_us")) or field not in new:
                 continue
@@ -68,8 +63,7 @@ def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
             noise = max(least, half_spread(old, name) + half_spread(new, name))
             change = new[field] / was - 1
             verdict = "slower" if change > noise else "faster" if change < -noise else "same"
-            case = {n: v for n, v in zip(IDENTITY, identity(new), strict=True) if v is not None}
-            row = {"case": case, "what": name, "before_us": was, "after_us": new[field]}
+            row = {"case": describe(new), "what": name, "before_us": was, "after_us": new[field]}
             found.append(row | {"change": change, "noise": noise, "verdict": verdict})
     return found
 
@@ -77,8 +71,8 @@ def changes(pairs: list[tuple[Case, Case]], least: float) -> list[Case]:
 def describe(case: Case) -> str:
     """Describe a case, without fields that are nearly always the same."""
     usual = {"tp": 1, "mix": "many", "routing": "uniform", "format": case.get("dtype")}
-    shown = {name: value for name, value in case.items() if usual.get(name) != value}
-    return " ".join([str(shown.pop("model", "")), *(f"{n}={v}" for n, v in shown.items())]).strip()
+    said = [f"{n}={case[n]}" for n in FIELDS[1:] if case.get(n) not in (None, usual.get(n))]
+    return " ".join([str(case.get("model") or ""), *said]).strip()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,19 +85,19 @@ def run(args: argparse.Namespace) -> int:
     for name in ("device", "max_cc", "torch", "threads"):
         if old_meta.get(name) != new_meta.get(name):
             where.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
-    found = changes(match(before, after), args.noise)
+    found = changes(before, after, args.noise)
     table = Table("case", "what", "before us", "after us", "change", "noise", "")
     for c in sorted(found, key=lambda c: -c["change"]):
         if args.all or c["verdict"] != "same":
             color = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
             table.add_row(
-                *(describe(c["case"]), c["what"], shown(c["before_us"]), shown(c["after_us"])),
+                *(c["case"], c["what"], shown(c["before_us"]), shown(c["after_us"])),
                 *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),
                 f"[{color}]{c['verdict']}[/]",
             )
     if table.row_count:
         where.print(table)
-    count = {v: sum(c["verdict"] == v for c in found) for v in ("slower", "faster", "same")}
+    count = Counter(c["verdict"] for c in found)
     where.print(
         f"{len(found)} times in both files: {count['slower']} slower, {count['faster']} faster, "
         f"{count['same']} the same",
