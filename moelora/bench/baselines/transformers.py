@@ -22,31 +22,13 @@ from torch import Tensor, nn
 from moelora.bench.baselines import Skipped, TooSlow, require, synchronize
 from moelora.bench.cases import Batch
 from moelora.bench.layer import Factors, Layer
-from moelora.bench.shapes import Model
 from moelora.bench.timing import Run, Runs, on
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 COPY_LIMIT = 4e9  # bytes of weights that batched_mm may gather per forward
-
-
-def model_of(model: Model) -> tuple[Any, Any]:
-    """(model class, config) of a single layer whose experts have this shape, and which is minimal
-    otherwise. Experts of other families run the same code."""
-    import transformers
-
-    return transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(
-        hidden_size=model.hidden,
-        moe_intermediate_size=model.intermediate,
-        num_experts=model.experts,
-        num_experts_per_tok=model.top_k,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=8,
-    )
 
 
 class Transformers:
@@ -59,9 +41,21 @@ class Transformers:
         for factors in layer.stacks.values():
             require(torch.equal(*factors.a13), "PEFT's expert weights have one A for gate and up")
         self.ranks = list(layer.stacks)
-        model_class, config = model_of(layer.model)
+        import transformers
+
+        # As small as its experts allow. Experts of other families run the same code.
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=layer.model.hidden,
+            moe_intermediate_size=layer.model.intermediate,
+            num_experts=layer.model.experts,
+            num_experts_per_tok=layer.model.top_k,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            vocab_size=8,
+        )
         with torch.device("meta"):  # attention and embeddings are never run
-            self.model = model_class(config).eval()
+            self.model = transformers.Qwen3MoeForCausalLM(config).eval()
         self.experts = self.model.model.layers[0].mlp.experts
         w13, w2 = layer.tensors
         self.experts.gate_up_proj = nn.Parameter(w13, requires_grad=False)
@@ -84,21 +78,16 @@ class Transformers:
             adapter = f"{rank}-{i}"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
-                self.add_empty(adapter, config)
+                if self.peft is None:
+                    self.peft = peft.get_peft_model(
+                        self.model, config, adapter_name=adapter, low_cpu_mem_usage=True
+                    )
+                else:
+                    self.peft.add_adapter(adapter, config, low_cpu_mem_usage=True)
             down = self.model.model.layers[0].mlp.experts
             b13 = torch.cat([b[i] for b in factors.b13], dim=1)
             self.fill(down.base_layer, "gate_up_proj", adapter, factors.a13[0][i], b13)
             self.fill(down, "down_proj", adapter, factors.a2[i], factors.b2[i])
-
-    def add_empty(self, adapter: str, config: LoraConfig) -> None:
-        import peft
-
-        if self.peft is None:
-            self.peft = peft.get_peft_model(
-                self.model, config, adapter_name=adapter, low_cpu_mem_usage=True
-            )
-        else:
-            self.peft.add_adapter(adapter, config, low_cpu_mem_usage=True)
 
     @staticmethod
     def fill(wrapper: Any, parameter: str, adapter: str, a: Tensor, b: Tensor) -> None:
