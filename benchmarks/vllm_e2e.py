@@ -12,8 +12,8 @@ one GPU and Python 3.11; for several GPUs there is `benchmarks.vllm_parallel`.
 With `--only answers` engines compile the model and capture graphs as vLLM does by default, and
 adapters change attention and experts.
 
-With `--format`, experts are quantized (`benchmarks.engines.vllm_quantize`; `mxfp4` is a gpt-oss of
-`benchmarks.engines.vllm_gpt_oss`), for moelora and for vLLM alike.
+With `--format`, experts are quantized (`benchmarks.engines.vllm_quantize`; `mxfp4` is a gpt-oss),
+for moelora and for vLLM alike.
 
 With `--only invariance` rows of the MoE layers of both engines in a mixed batch are compared with
 those of each request alone, bit for bit (`engines/vllm_bits.py`): as both are, where rows that came
@@ -121,8 +121,7 @@ class Bench(jobs.Bench):
         rows = self.work / "rows.pt"
         for name, flags in (("moelora", ("--rows", rows)), ("vllm", ())):
             self.engine(name, model, *flags)
-        # The model before quantization. MXFP4 weights are drawn quantized: theirs is dequantized.
-        plain = "tiny" if (self.work / "tiny").exists() else f"{model}-dense"
+        plain = model.removesuffix(f"-{self.args.format}")  # the model before quantization
         pairs = {"moelora": (model, "--rows", rows), "vllm": (plain, "--usual")}
         for name, (model, *flags) in pairs.items():
             found = self.trainer(name, model, *flags)
@@ -140,7 +139,7 @@ class Bench(jobs.Bench):
 def arguments(doc, work="/tmp/moelora-e2e"):
     """Arguments of the benchmarks of vLLM, on one GPU and on several."""
     p = jobs.arguments(doc, work, 180)
-    p.add_argument("--format", choices=(*FORMATS, "mxfp4"), help="of experts")
+    p.add_argument("--format", choices=FORMATS, help="of experts")
     return p
 
 

@@ -2,11 +2,10 @@
 
     python -m benchmarks.engines.engine_reference --model /tmp/tiny --lps /tmp/lps-moelora.json
 
-Reads a folder of `engine_model`, or one of `vllm_gpt_oss` with unquantized experts, and
-log-probabilities of prompts from an engine, for the base model and each adapter
-(`answers.write_replies`). Prints how far each is from the reference, and how far those
-of another adapter would be, a line of JSON each. Exit status 1: a median of the former exceeds
---tol, or a third of the median of the latter.
+Reads a folder of `engine_model` and log-probabilities of prompts from an engine, for the base model
+and each adapter (`answers.write_replies`). Prints how far each is from the reference, and how far
+those of another adapter would be, a line of JSON each. Exit status 1: a median of the former
+exceeds --tol, or a third of the median of the latter.
 """
 
 import argparse

@@ -89,7 +89,6 @@ class Bench:
 
     make_model = "-m", "benchmarks.engines.engine_model"  # words for Python
     quantize_model = "-m", "benchmarks.engines.vllm_quantize"
-    make_gpt_oss = "-m", "benchmarks.engines.vllm_gpt_oss"
     hold_against = "-m", "benchmarks.engines.engine_reference"
 
     def __init__(self, args):
@@ -123,15 +122,13 @@ class Bench:
         `dense`: beside it is NAME-dense, the same numbers unquantized. `attention`: adapters of a
         Qwen3-MoE change attention, too."""
         format = self.args.format
+        preset = "gpt-oss" if format == "mxfp4" else preset
         name = f"{preset}-{format}" if format else preset
-        quantized = [] if dense else ["--only-quantized"]
         steps = {preset: [*self.make_model, "--preset", preset, "--adapters", RANKS]}
         steps[preset] += ["--attention"] if attention else []
-        if format == "mxfp4":
-            steps = {name: [*self.make_gpt_oss, "--ranks", RANKS, *quantized]}
-        elif format:
-            quantized += ["--format", format, "--model", self.work / preset]
-            steps[name] = [*self.quantize_model, *quantized]
+        if format:
+            steps[name] = [*self.quantize_model, "--format", format, "--model", self.work / preset]
+            steps[name] += [] if dense else ["--only-quantized"]
         for made, words in steps.items():
             if not self.done(self.job(f"make {made}", [*words, "--out", self.work / made], 120)):
                 return None

@@ -1,15 +1,16 @@
-"""A Qwen3-MoE checkpoint with quantized experts, and the same numbers unquantized.
+"""A checkpoint with quantized experts, and the same numbers unquantized.
 
     python -m benchmarks.engines.vllm_quantize --model /tmp/tiny --format int4 --out /tmp/tiny-int4
 
-Reads a folder of `engine_model` (manifest.json, base, adapters) and writes OUT, whose
-experts are quantized and whose other weights are not, and OUT-dense, whose experts are the numbers
-that OUT's stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantized
-leaves OUT-dense out.
+Reads a folder of `engine_model` (manifest.json, base, adapters) and writes OUT, whose experts are
+quantized and whose other weights are not, and OUT-dense, whose experts are the numbers that OUT's
+stand for, rounded to bfloat16. Both have the adapters of the model. --only-quantized leaves
+OUT-dense out.
 
 int4         compressed-tensors, "pack-quantized", symmetric, groups of 128
 nvfp4        compressed-tensors, "nvfp4-pack-quantized", weights only (W4A16)
 modelopt     NVFP4 as ModelOpt has it, with scales of the activations, which are 1
+mxfp4        of a gpt-oss
 fp8          blocks of 128 by 128
 fp8_channel  compressed-tensors, "float-quantized", a scale for each row
 
@@ -25,18 +26,28 @@ import shutil
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.engines.engine_model import save, save_index
+from benchmarks.engines.engine_model import device, save_json, save_weights
 
 GROUP = 128
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 LEAST = 2.0**-14  # the smallest scale: float16 has fewer bits below
+MOST_NVFP4 = 8  # vLLM takes one global scale for gate and up: all tensors have that of this maximum
 
 
-def words(q):
-    """Eight numbers of the last dimension in an int32."""
-    eights = q.unflatten(-1, (-1, 8)).to(torch.int64)
-    packed = sum(eights[..., i] << 4 * i for i in range(8))
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+def pairs(codes):
+    """Two codes of four bits in a byte."""
+    codes = codes.flatten(-2).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def e2m1(groups, scales):
+    """(codes of the nearest numbers, the numbers that they stand for)."""
+    values = torch.tensor(E2M1, device=groups.device)
+    scales = scales[..., None]
+    middles = (values[1:8] + values[:7]) / 2
+    codes = torch.bucketize((groups / scales.clamp(min=1e-9)).abs().contiguous(), middles)
+    codes |= (groups < 0).long() << 3
+    return pairs(codes), (values[codes] * scales).flatten(-2)
 
 
 def int4(weight):
@@ -44,41 +55,35 @@ def int4(weight):
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).clamp(min=LEAST).bfloat16()
     q = (groups / scales.float()[..., None]).round().clamp(-8, 7)
-    dense = (q * scales.float()[..., None]).flatten(1)
-    shape = torch.tensor(weight.shape, dtype=torch.int64)
-    packed = words(q.flatten(1) + 8)
-    return {"weight_packed": packed, "weight_scale": scales, "weight_shape": shape}, dense
+    packed, shape = pairs(q + 8).view(torch.int32), torch.tensor(weight.shape)
+    parts = {"weight_packed": packed, "weight_scale": scales, "weight_shape": shape}
+    return parts, (q * scales.float()[..., None]).flatten(1)
 
 
 def nvfp4(weight):
-    """vLLM takes one global scale for gate and up, so all tensors have that of a maximum of 8."""
-    whole = 448.0 * 6.0 / 8
+    whole = 448.0 * 6.0 / MOST_NVFP4
     groups = weight.float().unflatten(1, (-1, 16))
-    if groups.abs().amax() > 8:
-        raise SystemExit(f"weights up to {groups.abs().amax():.3g}, wanted 8 at most")
     scales = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
-    factors = (scales.float() / whole)[..., None]
-    values = torch.tensor(E2M1, device=weight.device)
-    middles = (values[1:] + values[:-1]) / 2
-    codes = torch.bucketize((groups / factors.clamp(min=1e-9)).abs(), middles)
-    dense = values[codes] * groups.sign() * factors
-    codes = (codes | (groups < 0).long() << 3).flatten(1)
-    return {
-        "weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
-        "weight_scale": scales,
-        "weight_global_scale": torch.tensor([whole]),
-    }, dense.flatten(1)
+    codes, dense = e2m1(groups, scales.float() / whole)
+    parts = {"weight_packed": codes, "weight_scale": scales}
+    return parts | {"weight_global_scale": torch.tensor([whole])}, dense
 
 
 def modelopt(weight):
     """The numbers of `nvfp4`, whose tensor's scale is a factor here and a divisor there."""
     parts, dense = nvfp4(weight)
-    return {
-        "weight": parts["weight_packed"],
-        "weight_scale": parts["weight_scale"],
-        "weight_scale_2": 1 / parts["weight_global_scale"].reshape(()),
-        "input_scale": torch.ones(()),
-    }, dense
+    factor = 1 / parts["weight_global_scale"].reshape(())
+    parts = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+    return parts | {"weight_scale_2": factor, "input_scale": torch.ones(())}, dense
+
+
+def mxfp4(weights):
+    """Of all experts of a layer, (E, columns, rows)."""
+    groups = weights.float().transpose(1, 2).unflatten(2, (-1, 32))
+    powers = (groups.abs().amax(-1) / 6).clamp(min=LEAST).log2().ceil()
+    codes, dense = e2m1(groups, torch.exp2(powers))
+    parts = {"_blocks": codes.unflatten(2, (-1, 16)), "_scales": (powers + 127).to(torch.uint8)}
+    return parts, dense.transpose(1, 2)
 
 
 def fp8_channel(weight):
@@ -95,74 +100,51 @@ def fp8(weight):
     return {"weight": q.flatten(0, 1).flatten(1), "weight_scale_inv": scales}, dense
 
 
-FORMATS = {f.__name__: f for f in (int4, nvfp4, modelopt, fp8, fp8_channel)}
-PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]  # as compressed-tensors says it
+FORMATS = {f.__name__: f for f in (int4, nvfp4, modelopt, mxfp4, fp8, fp8_channel)}
 
 
 def compressed(format, weights, inputs=None):
+    """A configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "config_groups": {"group_0": group},
-        "ignore": PLAIN,
-        "quantization_status": "compressed",
-    }
+    plain = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    found = {"quant_method": "compressed-tensors", "format": format, "ignore": plain}
+    return found | {"config_groups": {"group_0": group}, "quantization_status": "compressed"}
+
+
+def number(bits, type, strategy, dynamic=False, **more):
+    more |= {"num_bits": bits, "type": type, "strategy": strategy}
+    return more | {"symmetric": True, "dynamic": dynamic}
 
 
 def settings(format, layers):
     """`quantization_config`: only experts."""
-    if format == "int4":
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
-        weights |= {"strategy": "group", "group_size": GROUP}
-        return compressed("pack-quantized", weights)
-    if format == "nvfp4":
-        weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
-        weights |= {"strategy": "tensor_group", "group_size": 16}
-        return compressed("nvfp4-pack-quantized", weights)
-    if format == "modelopt":
-        plain = ["lm_head", "*self_attn*", "*mlp.gate"]
-        method = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-        return method | {"group_size": 16, "ignore": plain}
-    if format == "fp8_channel":
-        number = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = number | {"strategy": "channel", "dynamic": False}
-        return compressed(
-            "float-quantized", weights, number | {"strategy": "token", "dynamic": True}
-        )
-    plain = [
-        f"model.layers.{i}.{name}"
-        for i in range(layers)
-        for name in (*(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate")
-    ]
+    linear = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate")
+    linear = [f"model.layers.{i}.{name}" for i in range(layers) for name in linear]
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    fp8 |= {"weight_block_size": [GROUP, GROUP], "modules_to_not_convert": ["lm_head", *linear]}
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    weights, inputs = number(8, "float", "channel"), number(8, "float", "token", dynamic=True)
+    nvfp4 = number(4, "float", "tensor_group", group_size=16)
     return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [GROUP, GROUP],
-        "modules_to_not_convert": ["lm_head", *plain],
-    }
+        "int4": compressed("pack-quantized", number(4, "int", "group", group_size=GROUP)),
+        "nvfp4": compressed("nvfp4-pack-quantized", nvfp4),
+        "modelopt": modelopt | {"ignore": ["lm_head", "*self_attn*", "*mlp.gate"]},
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "lm_head"]},
+        "fp8": fp8,
+        "fp8_channel": compressed("float-quantized", weights, inputs),
+    }[format]
 
 
 def both(tensors, quantize):
     """Tensors of the quantized checkpoint, and of the dense one."""
     quantized, dense = dict(tensors), dict(tensors)
-    for name in (name for name in tensors if ".experts." in name):
-        parts, numbers = quantize(quantized.pop(name))
-        quantized |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
-        dense[name] = numbers.bfloat16()
+    for name in tensors:
+        if ".experts." in name and not name.endswith("bias"):
+            parts, numbers = quantize(quantized.pop(name))
+            quantized |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+            dense[name] = numbers.bfloat16()
     return quantized, dense
-
-
-def write(source, folders, quantize, device):
-    """Write every weight file to `folders`: quantized to the first one, dequantized to the
-    others."""
-    maps = [{} for _ in folders]
-    for file in sorted(source.glob("*.safetensors")):
-        made = both(load_file(file, device), quantize)
-        for folder, tensors, index in zip(folders, made, maps, strict=False):
-            index |= save(folder, file.name, tensors)
-    for folder, index in zip(folders, maps, strict=True):
-        save_index(folder, index)
 
 
 def main(argv=None):
@@ -176,18 +158,18 @@ def main(argv=None):
     source = pathlib.Path(manifest["base"])
     config = json.loads((source / "config.json").read_text())
     extra = {"quantization_config": settings(args.format, config["num_hidden_layers"])}
-    folders = []
-    made = [(args.out, extra), (args.out.with_name(f"{args.out.name}-dense"), {})]
-    for out, more in made[:1] if args.only_quantized else made:
+    made = {args.out: config | extra}
+    if not args.only_quantized:
+        made[args.out.with_name(f"{args.out.name}-dense")] = config
+    for out, config in made.items():
         shutil.rmtree(out, ignore_errors=True)
-        base = out / "base"
-        shutil.copytree(source, base, ignore=shutil.ignore_patterns("*.safetensors*"))
-        (base / "config.json").write_text(json.dumps(config | more, indent=1))
-        (out / "manifest.json").write_text(json.dumps(manifest | {"base": str(base)}, indent=1))
-        folders.append(base)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    write(source, folders, FORMATS[args.format], device)
-    print(f"made {' and '.join(str(f) for f in folders)} on {device}")
+        shutil.copytree(source, out / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_json(out / "base/config.json", config)
+        save_json(out / "manifest.json", manifest | {"base": str(out / "base")})
+    quantize, files = FORMATS[args.format], sorted(source.glob("*.safetensors"))
+    parts = ((file.name, both(load_file(file, device()), quantize)) for file in files)
+    save_weights([out / "base" for out in made], parts)
+    print(f"made {' and '.join(str(out) for out in made)} on {device()}")
 
 
 if __name__ == "__main__":

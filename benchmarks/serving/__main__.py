@@ -76,7 +76,7 @@ def parse(argv=None):
     if args.url:
         args.adapters, args.ranks = len(args.lora_modules), None
         return args
-    gpt_oss = models.MODELS[args.model].shape is None
+    gpt_oss = models.MODELS[args.model][0] is models.GPT_OSS
     if gpt_oss != (args.format == "mxfp4"):
         p.error(f"--format is {args.format}, {args.model} has {'only' if gpt_oss else 'no'} mxfp4")
     args.pool.setdefault("max_loras", args.adapters)

@@ -7,23 +7,18 @@ import torch
 from hf_models import transformers  # skips where there is none
 from safetensors.torch import load_file, save_file
 
-from benchmarks.engines import answers, engine_model, engine_reference, vllm_gpt_oss, vllm_quantize
+from benchmarks.engines import answers, engine_model, engine_reference, vllm_quantize
 from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
-SMALL = {"HIDDEN": 96, "INTER": 64, "EXPERTS": 4, "TOP_K": 2, "HEADS": 4, "KV_HEADS": 2, "HEAD": 8}
+SMALL = engine_model.Shape(96, 4, 4, 2, 64, 4, 2, 8)
 
 
-def make(out, family, patch):
+def make(out, preset, patch):
     """(folder of an unquantized model with one layer and two adapters, its manifest)."""
-    if family == "gpt_oss":
-        for name, size in SMALL.items():
-            patch.setattr(vllm_gpt_oss, name, size)
-        vllm_gpt_oss.main(["--out", str(out), "--layers", "1", "--ranks", "4,8"])
-        out = out.with_name(f"{out.name}-dense")
-    else:
-        words = ["--preset", "micro", "--layers", "1", "--adapters", "4,8", "--out", str(out)]
-        engine_model.main([*words, "--attention"])
+    patch.setattr(engine_model, "GPT_OSS_20B", SMALL)
+    words = ["--preset", preset, "--layers", "1", "--adapters", "4,8", "--attention"]
+    engine_model.main([*words, "--out", str(out)])
     return out, json.loads((out / "manifest.json").read_text())
 
 
@@ -49,10 +44,10 @@ def replies(manifest, wrong):
     return {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
 
 
-@pytest.mark.parametrize(("family", "wrong"), [("qwen3_moe", 0.0), ("gpt_oss", 0.2)])
-def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys, family, wrong):
+@pytest.mark.parametrize(("preset", "wrong"), [("micro", 0.0), ("gpt-oss", 0.2)])
+def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys, preset, wrong):
     """transformers finds every tensor, and another adapter would be far."""
-    folder, manifest = make(tmp_path / "model", family, monkeypatch)
+    folder, manifest = make(tmp_path / "model", preset, monkeypatch)
     answers.write_replies(tmp_path / "lps.json", replies(manifest, wrong))
     capsys.readouterr()
     words = ["--model", str(folder), "--lps", str(tmp_path / "lps.json")]
@@ -72,6 +67,9 @@ def test_quantized_checkpoints_are_near_their_dense_ones(tmp_path, format):
     draw = torch.Generator().manual_seed(0)
     expert, gate = "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.gate.weight"
     plain = {n: torch.randn(256, 128, generator=draw).bfloat16() for n in (expert, gate)}
+    if format == "mxfp4":
+        expert = "model.layers.0.mlp.experts.gate_up_proj"
+        plain = {expert: torch.randn(2, 96, 64, generator=draw).bfloat16(), gate: plain[gate]}
     save_file(plain, base / "m.safetensors")
     (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     (tmp_path / "tiny" / "manifest.json").write_text(json.dumps({"base": str(base)}))

@@ -20,8 +20,7 @@ import json, sys
 assert json.load(open(sys.argv[-1]))["names"][0] == "base"
 print('{"who": "base", "median": 0.01}')
 """
-SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "make_gpt_oss": MODEL}
-SCRIPTS["hold_against"] = REFERENCE
+SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "hold_against": REFERENCE}
 
 VLLM = """\
 import importlib.metadata, os, sys, time
