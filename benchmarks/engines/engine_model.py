@@ -94,22 +94,13 @@ def lora(rank, targets):
     return config | {"target_modules": targets, "bias": "none"}
 
 
-def common(s):
-    """config.json: what models of all families have."""
-    return {
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-        "vocab_size": VOCAB,
-        "hidden_size": s.hidden,
-        "num_experts_per_tok": s.top_k,
-        "num_hidden_layers": s.layers,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head,
-    }
+def common(s, name, model_type):
+    """config.json of every family; what is not said is transformers' default."""
+    config = {"architectures": [name], "model_type": model_type, "torch_dtype": "bfloat16"}
+    config |= {"tie_word_embeddings": False, "vocab_size": VOCAB, "hidden_size": s.hidden}
+    config |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
+    config |= {"head_dim": s.head, "num_hidden_layers": s.layers, "num_experts_per_tok": s.top_k}
+    return config | {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 
 
 # ---- Qwen3-MoE ----
@@ -152,17 +143,10 @@ def adapter(make, s, rank, of_attention=False):
 
 
 def settings(s):
-    """config.json; what is not said is transformers' default."""
-    return common(s) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "intermediate_size": 4 * s.inter,  # of dense layers, of which there are none
-        "moe_intermediate_size": s.inter,
-        "num_experts": s.experts,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 16384,
-        "rope_theta": 1000000.0,
-    }
+    config = {"num_experts": s.experts, "moe_intermediate_size": s.inter, "norm_topk_prob": True}
+    config["intermediate_size"] = 4 * s.inter  # of dense layers, of which there are none
+    config |= {"max_position_embeddings": 16384, "rope_theta": 1000000.0}
+    return common(s, "Qwen3MoeForCausalLM", "qwen3_moe") | config
 
 
 # ---- gpt-oss ----
@@ -199,15 +183,9 @@ def gpt_oss_adapter(make, s, rank):
 def gpt_oss_settings(s):
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
     rope |= {"truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
-    return common(s) | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "intermediate_size": s.inter,
-        "num_local_experts": s.experts,
-        "rope_scaling": rope,
-        "rope_theta": rope["rope_theta"],
-        "swiglu_limit": 7.0,
-    }
+    config = {"num_local_experts": s.experts, "intermediate_size": s.inter, "swiglu_limit": 7.0}
+    config |= {"rope_scaling": rope, "rope_theta": rope["rope_theta"]}
+    return common(s, "GptOssForCausalLM", "gpt_oss") | config
 
 
 # ---- files ----

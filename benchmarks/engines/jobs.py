@@ -16,24 +16,23 @@ import urllib.request
 import tomllib
 
 from benchmarks import ROOT
-from benchmarks.engines.answers import SAME, SAME_FP8, write_replies
+from benchmarks.engines import answers
 from moelora.bench import results
 
-RANKS = "16,16,64,64"
-REFERENCE = "reference of "  # and a run: the name of a job
+REFERENCE = "reference"  # what holds answers against transformers in float32
+CHECK_S = 120  # of an engine that is up
 
 
 class Job:
-    """A command in a process group of its own, with a log and a deadline."""
+    """A command in a process group of its own, in a folder with its log, and with a deadline."""
 
-    def __init__(self, name, command, folder, seconds, environment=None, where=None):
-        """Start `command` in `where`, by default the current folder; its log goes to `folder`."""
-        self.name, self.log = name, folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+    def __init__(self, name, command, folder, seconds, environment=None):
+        self.name, self.log = name, folder / f"{stem(name)}.log"
         self.seconds, self.start = seconds, time.monotonic()
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [str(c) for c in command],
-                cwd=where,
+                cwd=folder,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -80,127 +79,187 @@ def as_ended(jobs):
             yield name, jobs.pop(name)
 
 
-class Bench:
-    """Makes models, runs engines on them and judges what they answer, in stages; starts none after
-    the budget is spent.
+class Stages:
+    """Jobs in the folder `args.work`, which is emptied, and the result file `args.out`. Jobs find
+    the plugin of this checkout, and what else `more` names as entry points."""
 
-    `args` has `work`, a folder that is emptied, `out`, `budget_s` and `format` of the experts.
+    def __init__(self, args, more=None):
+        self.args, self.work, self.stages = args, args.work.resolve(), []
+        shutil.rmtree(self.work, ignore_errors=True)
+        write_entry_points(self.work / "plugin", more)
+        path = [str(ROOT), str(self.work / "plugin"), os.environ.get("PYTHONPATH", "")]
+        self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+    def job(self, name, command, seconds, **environment):
+        return Job(name, command, self.work, seconds, self.environment | environment)
+
+    def done(self, job):
+        if job is not None:
+            self.stages.append(job.wait())
+        return job is not None and self.stages[-1]["end"] == "ok"
+
+    def save(self, rows, **meta):
+        results.write(self.args.out, rows, stages=self.stages, **meta)
+        write_logs(self.work, self.args.out.with_suffix(".log"))
+
+
+class Bench(Stages):
+    """Makes models, runs engines on them and judges what they answer, in stages; starts none after
+    the budget is spent. Engines whose names begin with "moelora" run with it.
+
+    `args` are those of `arguments`, `pair` two engines that are compared. A subclass says how
+    engines are started: `engine` is a module with the options --model and --out, whose result is
+    {"check": `answers.check`} and more, `switch` the variable that turns moelora on, and
+    `package` the engine's.
     """
 
     make_model = "-m", "benchmarks.engines.engine_model"  # words for Python
     quantize_model = "-m", "benchmarks.engines.vllm_quantize"
-    hold_against = "-m", "benchmarks.engines.engine_reference"
+    train = "-m", "benchmarks.engines.trainer"
+    meta = {}
 
-    def __init__(self, args):
-        self.args, self.work, self.start = args, args.work, time.monotonic()
-        shutil.rmtree(self.work, ignore_errors=True)
-        write_entry_points(self.work / "plugin")
-        self.stages, self.runs, self.checks, self.said = [], {}, [], {}
-
-    def left(self):
-        return self.args.budget_s - (time.monotonic() - self.start)
+    def __init__(self, args, *pair):
+        super().__init__(args)
+        self.pair, self.start = pair, time.monotonic()
+        self.runs, self.checks, self.said = {}, [], {}
 
     def job(self, name, command, seconds, **environment):
-        """Starts a Python program, which finds checkout and plugin, if there is time for it."""
-        if self.left() < min(seconds, 30):
+        """Starts a Python program, if there is time for it."""
+        left = self.args.budget_s - (time.monotonic() - self.start)
+        if left < min(seconds, 30):
             self.stages.append({"stage": name, "seconds": 0, "end": "no time left"})
             return None
-        environment |= python_path(self.work / "plugin")
-        seconds = min(seconds, self.left())
-        return Job(name, [sys.executable, *command], self.work, seconds, environment, where=ROOT)
+        return super().job(name, [sys.executable, *command], min(seconds, left), **environment)
 
-    def done(self, job):
-        if job is None:
-            return False
-        self.stages.append(job.wait())
-        return self.stages[-1]["end"] == "ok"
-
-    # -- models --
-
-    def model(self, preset, dense=False, attention=False):
-        """The name of a preset's model with experts in `--format`; None if it could not be made.
-        `dense`: beside it is NAME-dense, the same numbers unquantized. `attention`: adapters of a
-        Qwen3-MoE change attention, too."""
+    def model(self, dense=True, attention=False):
+        """The name of a model with experts in `--format`, None if it could not be made. `dense`:
+        beside it is NAME-dense, the same numbers unquantized. `attention`: adapters of a Qwen3-MoE
+        change attention, too."""
         format = self.args.format
-        preset = "gpt-oss" if format == "mxfp4" else preset
-        name = f"{preset}-{format}" if format else preset
-        steps = {preset: [*self.make_model, "--preset", preset, "--adapters", RANKS]}
-        steps[preset] += ["--attention"] if attention else []
+        name = plain = "gpt-oss" if format == "mxfp4" else "tiny"
+        steps = {plain: [*self.make_model, "--preset", plain]}
+        steps[plain] += ["--attention"] if attention else []
         if format:
-            steps[name] = [*self.quantize_model, "--format", format, "--model", self.work / preset]
+            name = f"{plain}-{format}"
+            steps[name] = [*self.quantize_model, "--format", format, "--model", self.work / plain]
             steps[name] += [] if dense else ["--only-quantized"]
         for made, words in steps.items():
             if not self.done(self.job(f"make {made}", [*words, "--out", self.work / made], 120)):
                 return None
         return name
 
-    # -- answers --
+    def run(self, runs, model, many=1, held=lambda name: True):
+        """Runs engines, {name: options, of which a dict is more of its environment}, so many at
+        once. Answers of those that `held` chooses are held against the reference as soon as they
+        are there."""
+        runs = list(runs.items())
+        for first in range(0, len(runs), many):
+            jobs = {n: self.started(n, model, *words) for n, words in runs[first : first + many]}
+            for name, job in as_ended(jobs):
+                if name.startswith(REFERENCE):
+                    self.held(name.removeprefix(f"{REFERENCE} of "), job)
+                    continue
+                self.ended(name, job)
+                if held(name) and "check" in self.runs.get(name, {}):
+                    dense = f"{model}-dense" if self.args.format else model
+                    jobs[f"{REFERENCE} of {name}"] = self.trainer(REFERENCE, name, dense, 150)
 
-    def hold(self, names, model):
-        """Holds the answers of runs of a model, all at once, against transformers in float32 with
-        merged adapters."""
-        for name, job in {name: self.reference(name, model) for name in names}.items():
-            self.held(name, job)
+    def started(self, name, model, *words):
+        """The job of an engine."""
+        environment = {self.switch: "1" if name.startswith("moelora") else "0"}
+        for more in (word for word in words if isinstance(word, dict)):
+            environment |= more
+        words = [word for word in words if not isinstance(word, dict)]
+        words = ["-m", self.engine, "--model", self.work / model, "--out", self.file(name), *words]
+        return self.job(name, words, self.args.start_s + CHECK_S, **environment)
 
-    def reference(self, name, model, reported=False):
-        """The job that holds a run's answers; None without answers. `reported`: they may be any
-        distance away."""
-        if (check := self.runs.get(name, {}).get("check")) is None:
-            return None
-        dense = self.work / (f"{model}-dense" if self.args.format else model)
-        tolerance = SAME_FP8 if (self.args.format or "").startswith("fp8") else SAME
-        replies = self.file(f"lps {name}")
-        write_replies(replies, check)
-        most = "inf" if reported else tolerance
-        words = ["--tol", most, "--model", dense, "--lps", replies]
-        return self.job(REFERENCE + name, [*self.hold_against, *words], 150)
-
-    def held(self, name, job):
-        """Waits for the reference of a run, and takes what it says."""
-        if job is None:
-            return
-        ok = self.done(job)
-        lines = job.log.read_text().splitlines()
-        rows = [json.loads(line) for line in lines if line.startswith('{"who"')]
-        self.said[name] = {row["who"]: row["median"] for row in rows}
-        self.checks.append({"topic": "reference", "run": name, "said": rows, "ok": ok})
+    def ended(self, name, job):
+        """Waits for an engine, and takes whatever it had written, even if it did not end well."""
+        ours = name.startswith("moelora")
+        self.done(job)
+        if found := self.found(name):
+            self.runs[name] = found
+            row = {"topic": "layers", "run": name}
+            row |= self.served(found, job.log.read_text(errors="replace"))
+            self.checks.append(row | {"ok": row["served"] == ours})
+            if "bits" in found:  # vLLM's differing rows are just reported
+                row = {"topic": "bits", "run": name} | found["bits"]
+                kept = row["matched"] > 0 and row["differing"] == 0
+                self.checks.append(row | {"ok": kept or not ours})
         self.write()
 
-    def replies(self):
-        """{run: its answers}."""
-        return {name: run["check"] for name, run in self.runs.items() if "check" in run}
+    def trainer(self, kind, run, model, seconds, *flags):
+        """The job of a trainer that reads the answers of a run."""
+        name = f"{kind} of {run}"
+        words = [*self.train, "--as", kind, "--model", self.work / model, *flags]
+        return self.job(
+            name, [*words, "--engine", self.file(run), "--out", self.file(name)], seconds
+        )
 
-    # -- results --
+    def held(self, run, job):
+        """Waits for the reference of a run, and takes what it says."""
+        ok = self.done(job)
+        rows = answers.held(self.found(f"{REFERENCE} of {run}").get("gap", {}), self.tolerance(run))
+        self.said[run] = {row["who"]: row["median"] for row in rows}
+        ok = ok and all(row["ok"] for row in rows)
+        self.checks.append({"topic": REFERENCE, "run": run, "said": rows, "ok": ok})
+        self.write()
+
+    def tolerance(self, run):
+        """The median distance that a run's answers may have from the reference."""
+        return answers.SAME_FP8 if (self.args.format or "").startswith("fp8") else answers.SAME
+
+    def rows(self):
+        checks = {name: run["check"] for name, run in self.runs.items() if "check" in run}
+        rows = [row for name in checks for row in answers.compare_batches(name, checks[name])]
+        return rows + self.compared(checks)
+
+    def compared(self, checks):
+        """Rows of the two engines."""
+        rows = answers.compare_engines(*self.pair, checks, self.tolerance(self.pair[0]))
+        return rows + answers.judge(self.said, *self.pair)
 
     def file(self, name):
-        return self.work / f"{name.replace(' ', '-').replace(',', '')}.json"
+        return self.work / f"{stem(name)}.json"
 
-    def write(self, **more):
+    def found(self, name):
+        """What a job has written, or nothing."""
+        return json.loads(self.file(name).read_text()) if self.file(name).exists() else {}
+
+    def write(self):
         rows = self.rows() + self.checks
-        results.write(self.args.out, rows, stages=self.stages, **more)
-        write_logs(self.work, self.args.out.with_suffix(".log"))
+        self.save(rows, **{self.package: version(self.package)}, **self.meta)
         return rows
 
     def report(self):
         """Writes and prints rows; returns the exit status."""
         rows = self.write()
-        for row in rows:
-            if row["topic"] != "reference":
-                print(*(f"{k} {v}" for k, v in row.items() if k != "topic"), sep=" | ")
+        show(row for row in rows if row["topic"] != REFERENCE)
         ended = all(stage["end"] == "ok" for stage in self.stages)
         return 0 if ended and all(row["ok"] for row in rows) else 1
 
 
-def arguments(doc, work, start_s):
+def show(rows):
+    for row in rows:
+        print(*(f"{key} {value}" for key, value in row.items() if key != "topic"), sep=" | ")
+
+
+def arguments(doc, work, start_s, formats):
     """Arguments of the benchmarks of engines; `start_s`: seconds that one takes to start."""
     p = argparse.ArgumentParser(description=doc.split("\n")[0])
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     p.add_argument(
-        "--start-s", type=float, default=start_s, help="of each, longer ones are stopped"
+        "--start-s", type=float, default=start_s, help="that an engine may take to start"
     )
+    p.add_argument("--format", choices=formats, help="of experts")
     return p
+
+
+def stem(name):
+    """A name in those of files."""
+    return name.replace(" ", "-").replace(",", "")
 
 
 def version(package):
@@ -211,24 +270,18 @@ def version(package):
         return None
 
 
-def is_up(url, server, seconds):
-    """Whether a server's job answers before it has ended or so many seconds from its start are
-    over; it is asked at least once."""
-    while server.process.poll() is None:
+def is_up(url, server, until=float("inf")):
+    """Whether a server's process answers before it has ended or `time.monotonic()` is `until`; it
+    is asked at least once."""
+    while server.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return True
         except (urllib.error.URLError, OSError):
-            if seconds <= time.monotonic() - server.start:
+            if until <= time.monotonic():
                 return False
             time.sleep(0.2)
     return False
-
-
-def python_path(plugin):
-    """The environment in which programs find this checkout and its plugin."""
-    path = [ROOT, plugin, os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(str(p) for p in path if str(p))}
 
 
 def write_logs(folder, out):

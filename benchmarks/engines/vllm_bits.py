@@ -9,6 +9,7 @@ that a rank makes up so that others can step, and of the request that wakes an i
 """
 
 import hashlib
+import itertools
 import pickle
 from collections import defaultdict
 
@@ -27,12 +28,11 @@ def digests(t: Tensor) -> list[bytes]:
 
 
 class Rows:
-    """Digests of the rows of each phase: {(layer, hidden state, router logits): outputs}."""
+    """Digests of rows: [(phase, (layer, hidden state, router logits), output)]."""
 
     def __init__(self):
         self.phase = ""
-        self.seen: dict[str, dict[tuple, set]] = {"": {}, "alone": {}, "mixed": {}}
-        self.count: dict[str, int] = defaultdict(int)
+        self.seen: list[tuple] = []
 
     def attach(self, model: nn.Module) -> int:
         """The layers that are watched from now on."""
@@ -43,34 +43,28 @@ class Rows:
 
     def hook(self, name: str):
         def record(module, args, kwargs, out):
-            given = [*args, *kwargs.values()]
-            x, logits = (t for t in given[:2])
+            x, logits = (*args, *kwargs.values())[:2]
             out = out[-1] if isinstance(out, tuple) else out
-            rows = zip(digests(x), digests(logits), digests(out), strict=True)
-            for hidden, routed, result in rows:
-                self.seen[self.phase].setdefault((name, hidden, routed), set()).add(result)
-                self.count[self.phase] += 1
+            for *inputs, output in zip(digests(x), digests(logits), digests(out), strict=True):
+                self.seen.append((self.phase, (name, *inputs), output))
 
         return record
 
-    def add(self, other: "Rows") -> None:
-        """Rows of another rank."""
-        for phase, seen in other.seen.items():
-            self.count[phase] += other.count[phase]
-            for key, results in seen.items():
-                self.seen[phase].setdefault(key, set()).update(results)
 
-    def compare(self, one: str, other: str) -> dict[str, int]:
-        """Counts of `other`: all rows, distinct inputs that `one` also has (matched), those of them
-        with an output that `one` lacks (differing), and inputs that `one` lacks (unmatched)."""
-        a, b = self.seen[one], self.seen[other]
-        both = a.keys() & b.keys()
-        return {
-            "rows": self.count[other],
-            "matched": len(both),
-            "differing": sum(bool(b[key] - a[key]) for key in both),
-            "unmatched": len(b.keys() - a.keys()),
-        }
+def compare(rows: list[tuple], one: str, other: str) -> dict[str, int]:
+    """Counts of phase `other`: all rows, distinct inputs that `one` also has (matched), those of
+    them with an output that `one` lacks (differing), and inputs that `one` lacks (unmatched)."""
+    outputs: dict[str, dict] = defaultdict(lambda: defaultdict(set))
+    for phase, inputs, output in rows:
+        outputs[phase][inputs].add(output)
+    a, b = outputs[one], outputs[other]
+    both = a.keys() & b.keys()
+    return {
+        "rows": sum(phase == other for phase, *_ in rows),
+        "matched": len(both),
+        "differing": sum(bool(b[key] - a[key]) for key in both),
+        "unmatched": len(b.keys() - a.keys()),
+    }
 
 
 # ---- of an engine, in the processes of its workers ----
@@ -96,7 +90,7 @@ def enter(worker, phase: str) -> None:
 
 
 def seen(worker) -> bytes:
-    return pickle.dumps(worker.rows)
+    return pickle.dumps(worker.rows.seen)
 
 
 def bits(engine) -> dict[str, int]:
@@ -109,7 +103,5 @@ def bits(engine) -> dict[str, int]:
     for phase, some, adapters in [*batches, ("mixed", prompts, who)]:
         ask(enter, args=(phase if engine.ranks.share(some) else "",))
         engine.generate(some, adapters, CHECK[1])  # until the engines of all ranks are idle
-    found = Rows()
-    for rows in engine.ranks.gather(ask(seen)[:1]):
-        found.add(pickle.loads(rows))
-    return {"layers": layers[0]} | found.compare("alone", "mixed")
+    rows = itertools.chain(*map(pickle.loads, engine.ranks.gather(ask(seen)[:1])))
+    return {"layers": layers[0]} | compare(list(rows), "alone", "mixed")

@@ -4,8 +4,8 @@
 
 Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
 the layers is decided by its environment (`MOELORA_VLLM`), as in production. vLLM compiles the model
-and captures graphs as it does by default; with `--graphs` it captures those of decode alone. The
-result file is written after each part, so that what was measured survives what comes after it.
+and captures graphs as it does by default. The result file is written after each part, so that what
+was measured survives what comes after it.
 
 With `--data-parallel`, ranks share the prompts, and fill their slots in different orders before the
 first one.
@@ -17,7 +17,6 @@ import os
 import pathlib
 import random
 import sys
-import time
 
 from benchmarks.engines.answers import check
 from benchmarks.engines.vllm_bits import bits
@@ -35,24 +34,6 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-GRAPHS["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 32, 64]
-
-
-def parse(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
-    p.add_argument("--out", type=pathlib.Path, required=True)
-    p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
-    p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
-    p.add_argument("--graphs", action="store_true", help="of decode, without compilation")
-    p.add_argument("--tensor-parallel", type=int, default=1)
-    p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
-    p.add_argument("--expert-parallel", action="store_true")
-    p.add_argument("--fully-sharded", action="store_true", help="adapters, over all ranks")
-    p.add_argument("--gib", type=float, help="of keys and values: engines share the GPUs")
-    return p.parse_args(argv)
-
 
 class Engine:
     """Of a folder with a manifest."""
@@ -64,33 +45,14 @@ class Engine:
         manifest = json.loads((args.model / "manifest.json").read_text())
         folders = [pathlib.Path(f) for f in manifest["adapters"]]
         ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
-        more = {"gpu_memory_utilization": 0.6}
-        if args.gib:
-            more = {"kv_cache_memory_bytes": int(args.gib * 2**30), "gpu_memory_utilization": 0.1}
+        options = {"dtype": "bfloat16", "load_format": "safetensors", "skip_tokenizer_init": True}
+        options |= {"max_model_len": 4096, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
+        options |= {"seed": 0, "enable_prefix_caching": False, "disable_custom_all_reduce": True}
+        options |= {"enable_lora": True, "max_lora_rank": max(ranks), "max_loras": len(folders)}
+        options |= {"max_cpu_loras": len(folders), "gpu_memory_utilization": 0.6} | args.llm
         if args.bits or args.rows:  # hooks see no replays of graphs
-            more["enforce_eager"] = True
-        elif args.graphs:
-            more["compilation_config"] = GRAPHS
-        self.llm = LLM(
-            model=manifest["base"],
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            seed=0,
-            load_format="safetensors",
-            max_model_len=4096,
-            max_num_batched_tokens=8192,
-            max_num_seqs=64,
-            enable_prefix_caching=False,
-            tensor_parallel_size=args.tensor_parallel,
-            enable_expert_parallel=args.expert_parallel,
-            disable_custom_all_reduce=True,
-            enable_lora=True,
-            max_loras=len(folders),
-            max_cpu_loras=len(folders),
-            max_lora_rank=max(ranks),
-            fully_sharded_loras=args.fully_sharded,
-            **more,
-        )
+            options["enforce_eager"] = True
+        self.llm = LLM(model=manifest["base"], **options)
         self.ranks = Ranks()
         self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
         self.names = [f.name for f in folders]
@@ -119,9 +81,8 @@ class Engine:
         self.run(prompts, adapters, max_tokens=new)
 
     def replies(self, prompts, adapters, new):
-        options = {"max_tokens": new, "logprobs": 20, "prompt_logprobs": 0}
-        made = [reply(output) for output in self.run(prompts, adapters, **options)]
-        return self.ranks.gather(made)
+        outputs = self.run(prompts, adapters, max_tokens=new, logprobs=20, prompt_logprobs=0)
+        return self.ranks.gather([reply(output) for output in outputs])
 
 
 def moe_layers(worker):
@@ -150,28 +111,31 @@ def reply(output):
 
 
 def main():
-    args = parse()
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--bits", action="store_true", help="rows of MoE layers, mixed and alone")
+    p.add_argument("--rows", type=pathlib.Path, help="file for rows of MoE layers")
+    p.add_argument("--data-parallel", type=int, default=1, help="ranks that take turns in prompts")
+    p.add_argument("--llm", type=json.loads, default={}, help="more options of LLM, as JSON")
+    args = p.parse_args()
     if args.data_parallel > 1 and RANK not in os.environ:
         return start(__spec__.name, sys.argv[1:], args.data_parallel)
-    result = {}
+    engine, result = Engine(args), {}
 
     def save(**more):
         result.update(more)
         if engine.ranks.rank == 0:
             args.out.write_text(json.dumps(result))
 
-    began = time.time()
-    engine = Engine(args)
-    layers = engine.ranks.gather(engine.llm.collective_rpc(moe_layers))
-    slots = engine.ranks.gather(engine.llm.collective_rpc(adapter_slots))
-    save(start_s=round(time.time() - began, 1), layers=layers, slots=slots)
-    print(f"engine up in {result['start_s']} s, MoE layers: {layers}")
+    ask, gather = engine.llm.collective_rpc, engine.ranks.gather
+    save(layers=gather(ask(moe_layers)), slots=gather(ask(adapter_slots)))
     save(check=check(engine))
     if args.bits:
         save(bits=bits(engine))
     if args.rows:
         save(rows=rows(engine, args.rows))
-    engine.ranks.gather([])  # none leaves while another one steps
+    gather([])  # none leaves while another one steps
     sys.stdout.flush()
     os._exit(0)  # no teardown of the engine
 

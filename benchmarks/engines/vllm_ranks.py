@@ -4,6 +4,7 @@ vLLM has no data-parallel `LLM` in one process: each rank is an engine that is t
 address, and steps when they do. `start` starts the command again in every rank.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -30,15 +31,11 @@ def start(module, words, size):
         command = [sys.executable, "-m", module, *words]
         ranks = [{RANK: str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(size)]
         running = [subprocess.Popen(command, env=os.environ | told | rank) for rank in ranks]
-        while running:
-            codes = [process.poll() for process in running]
-            if bad := next((code for code in codes if code), 0):
-                for process in running:
-                    process.kill()
-                return bad
-            running = [p for p, code in zip(running, codes, strict=True) if code is None]
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
             time.sleep(0.2)
-    return 0
+        for process in running:
+            process.kill()
+        return next(filter(None, codes), 0)
 
 
 class Ranks:
@@ -60,7 +57,5 @@ class Ranks:
             return mine
         parts = [None] * self.size
         distributed.all_gather_object(parts, mine)
-        whole = [None] * sum(map(len, parts))
-        for rank, part in enumerate(parts):
-            whole[rank :: self.size] = part
-        return whole
+        turns = itertools.zip_longest(*parts)
+        return [one for turn in turns for one in turn if one is not None]

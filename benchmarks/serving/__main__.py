@@ -4,12 +4,11 @@ import argparse
 import itertools
 import json
 import pathlib
-import shutil
 import sys
 import time
 
-from benchmarks import ROOT, serving
-from benchmarks.engines.jobs import Job, is_up, python_path, version, write_entry_points, write_logs
+from benchmarks import serving
+from benchmarks.engines.jobs import Stages, is_up, show, version
 from benchmarks.options import numbers, words
 from benchmarks.serving import client, models, sglang_adapters
 from moelora.bench import results
@@ -86,22 +85,19 @@ def parse(argv=None):
     return args
 
 
-class Bench:
+class Bench(Stages):
     def __init__(self, args):
-        self.args, self.rows, self.stages = args, [], []
-        shutil.rmtree(args.work, ignore_errors=True)
-        # Servers find the plugin of this checkout.
-        write_entry_points(args.work / "plugin", sglang_adapters.ENTRY_POINT)
-        self.environment = python_path(args.work / "plugin")
+        super().__init__(args, sglang_adapters.ENTRY_POINT)
+        self.rows = []
 
     def made(self):
         """What `models.main` wrote, the folders of the model and of its adapters; None if it
         failed."""
         command = [sys.executable, "-m", "benchmarks.serving.models", self.args.model]
-        command += [self.args.format, self.args.work / "model", self.args.layers]
+        command += [self.args.format, self.work / "model", self.args.layers]
         command += [",".join(map(str, self.args.ranks)), self.args.adapters]
-        self.stages.append(Job("make", command, self.args.work, 300, where=ROOT).wait())
-        served = self.args.work / "model/served.json"
+        self.done(self.job("make", command, 300))
+        served = self.work / "model/served.json"
         return json.loads(served.read_text()) if served.exists() else None
 
     def serve(self, names, made):
@@ -139,7 +135,7 @@ class Bench:
             "{host}": [str(pool.get("max_cpu_loras"))],
             "{rank}": [str(max(self.args.ranks))],
             "{modules}": [f"{key}={folder}" for key, folder in adapters.items()],
-            "{folder}": [str(self.args.work / "model/adapters")],
+            "{folder}": [str(self.work / "model/adapters")],
         }
 
         def filled(words):
@@ -147,15 +143,11 @@ class Bench:
 
         command = [*engine["command"], *engine.get("lora", [])]
         command += engine["host"] if "max_cpu_loras" in pool else []
-        environment = {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
-        server = Job(
-            f"serve {name}",
-            filled([*command, *self.args.server_args]),
-            self.args.work,
-            self.args.start_s + self.args.load_s * together,
-            self.environment | self.caches(name, together) | environment,
-            where=self.args.work,
-        )
+        command = filled([*command, *self.args.server_args])
+        environment = self.caches(name) if together == 1 else {}
+        environment |= {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
+        seconds = self.args.start_s + self.args.load_s * together
+        server = self.job(f"serve {name}", command, seconds, **environment)
         url = f"http://127.0.0.1:{port}"
         asked = engine.get("adapter", "{adapter}")
         asked = [asked.format(model=made["base"], adapter=key) for key in adapters]
@@ -164,7 +156,8 @@ class Bench:
 
     def up(self, server, target):
         """Waits until a server answers. Returns its target, or None if it does not answer."""
-        if not is_up(f"{target['url']}/health", server, self.args.start_s):
+        until = server.start + self.args.start_s
+        if not is_up(f"{target['url']}/health", server.process, until):
             return None
         fields = target["fields"]
         if not self.args.at_once:
@@ -183,26 +176,22 @@ class Bench:
         without = [w for w in self.args.workloads if w in without]
         runs += [(w, i, []) for w in without for i, t in numbered if t["adapters"]]
         names = ", ".join(target["name"] for target in targets)
-        stem = self.args.work / names.replace(", ", "-").replace(" ", "-")
+        stem = self.work / names.replace(", ", "-").replace(" ", "-")
         job, out = stem.with_suffix(".job.json"), stem.with_suffix(".jsonl")
         workloads = {w: self.args.loads[w] for w in self.args.workloads}
         asked = {"targets": targets, "workloads": workloads, "runs": runs, "slo": self.args.slo}
         job.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "benchmarks.serving.client", job, out]
-        seconds = self.args.load_s * len(targets)
-        loads = Job(f"load {names}", command, self.args.work, seconds, self.environment)
-        self.stages.append(loads.wait())
+        self.done(self.job(f"load {names}", command, self.args.load_s * len(targets)))
         lines = out.read_text().splitlines() if out.exists() else []
         for line, (_, i, _) in zip(lines, runs, strict=False):
             target = targets[i]
             engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
             self.rows.append({"topic": "serving"} | engine | target["fields"] | json.loads(line))
 
-    def caches(self, name, together):
+    def caches(self, name):
         """Empty folders, so that a server whose start is timed compiles as on a fresh machine."""
-        if together > 1:
-            return {}
-        folder = self.args.work / "caches" / name.replace(" ", "-")
+        folder = self.work / "caches" / name.replace(" ", "-")
         variables = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         variables += ("SGLANG_JIT_CACHE_DIR",)
         return {variable: str(folder / variable.lower()) for variable in variables}
@@ -213,8 +202,7 @@ class Bench:
         fields["arrivals"] = "Poisson, where a row has no burstiness or concurrency"
         fields |= {name: version(name) for name in ("vllm", "sglang")}
         settings = {n: self.args.known[n] for n in self.args.engines if n in self.args.known}
-        results.write(self.args.out, self.rows, stages=self.stages, **fields, servers=settings)
-        write_logs(self.args.work, self.args.out.with_suffix(".log"))
+        self.save(self.rows, **fields, servers=settings)
 
 
 def main(argv=None):
@@ -230,8 +218,7 @@ def main(argv=None):
         together = [args.engines] if args.at_once else [[name] for name in args.engines]
         for names in together if made else ():
             bench.serve(names, made)
-    for row in bench.rows:
-        print(*(f"{key} {value}" for key, value in row.items() if key != "topic"), sep=" | ")
+    show(bench.rows)
     return 0 if all(stage["end"] in ("ok", "stopped") for stage in bench.stages) else 1
 
 

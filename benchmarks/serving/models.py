@@ -18,33 +18,26 @@ QUANTIZED = ("bf16", "fp8", "int4", "nvfp4", "modelopt", "mxfp4")
 WITHOUT = ("bf16", "fp8")
 
 
-def make(name, format, folder, layers=None, ranks=(16, 64), count=4):
-    """Write a model and `count` adapters with these ranks in turns; returns (folder of the model,
-    {adapter: folder}, whether it has weights)."""
+def main():
+    """Write a model and adapters with these ranks in turns; in a process of its own, so that the
+    GPU's memory is free afterwards."""
+    name, format, folder, layers, ranks, count = sys.argv[1:]
     family, shape, vocab = MODELS[name]
-    shape = replace(shape, layers=layers or shape.layers)
-    # No layer but experts' is named, so that FP8 is that of all linear layers.
+    shape = replace(shape, layers=int(layers) or shape.layers)
+    ranks, folder = [int(rank) for rank in ranks.split(",")], pathlib.Path(folder)
     config = {} if format == "bf16" else {"quantization_config": settings(format, 0)}
     change = None if format in WITHOUT else lambda tensors: both(tensors, FORMATS[format])[0]
-    sizes = sorted(set(ranks[:count]))
-    base, written = write(folder, family, shape, sizes, vocab, change, **config)
-    folders = dict(zip(sizes, written, strict=True))
+    base, written = write(folder, family, shape, sorted(set(ranks)), vocab, change, **config)
+    folders = dict(zip(sorted(set(ranks)), written, strict=True))
     (folder / "adapters").mkdir()
     adapters = {}
-    for i in range(count):  # engines tell adapters by their paths
+    for i in range(int(count)):
         rank = ranks[i % len(ranks)]
-        adapters[f"a{i}-r{rank}"] = path = folder / "adapters" / f"a{i}-r{rank}"
+        path = folder / "adapters" / f"a{i}-r{rank}"  # engines tell adapters by their paths
         path.symlink_to(folders[rank])
-    return base, adapters, change is not None
-
-
-def main():
-    """In a process of its own, so that the GPU's memory is free afterwards."""
-    name, format, folder, layers, ranks, count = sys.argv[1:]
-    sizes, folder = [int(rank) for rank in ranks.split(",")], pathlib.Path(folder)
-    base, adapters, weights = make(name, format, folder, int(layers) or None, sizes, int(count))
-    described = {"base": str(base), "adapters": {k: str(v) for k, v in adapters.items()}}
-    save_json(folder / "served.json", described | {"weights": weights})
+        adapters[path.name] = str(path)
+    described = {"base": str(base), "adapters": adapters, "weights": change is not None}
+    save_json(folder / "served.json", described)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from hf_models import transformers  # skips where there is none
 from safetensors.torch import load_file, save_file
 
-from benchmarks.engines import answers, engine_model, engine_reference, vllm_quantize
+from benchmarks.engines import answers, engine_model, trainer, vllm_quantize
 from moelora.integrations.transformers import load_adapters, use_adapters
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
@@ -38,25 +38,26 @@ def replies(manifest, wrong):
         rows = []
         for prompt in PROMPTS:
             with use_adapters(model, [name]):
-                (logprobs,) = engine_reference.prompt_logprobs(model, [prompt])
+                (logprobs,) = trainer.prompt_logprobs(model, [prompt])
             rows.append({"prompt": [lp + wrong for lp in logprobs], "tokens": []})
         alone.append(rows)
     return {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
 
 
 @pytest.mark.parametrize(("preset", "wrong"), [("micro", 0.0), ("gpt-oss", 0.2)])
-def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, capsys, preset, wrong):
+def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, preset, wrong):
     """transformers finds every tensor, and another adapter would be far."""
     folder, manifest = make(tmp_path / "model", preset, monkeypatch)
-    answers.write_replies(tmp_path / "lps.json", replies(manifest, wrong))
-    capsys.readouterr()
-    words = ["--model", str(folder), "--lps", str(tmp_path / "lps.json")]
-    assert engine_reference.main(words) == (1 if wrong else 0)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-3:]]
+    engine, out = tmp_path / "engine.json", tmp_path / "reference.json"
+    engine.write_text(json.dumps({"check": replies(manifest, wrong)}))
+    words = ["--as", "reference", "--model", folder, "--engine", engine, "--out", out]
+    trainer.main(list(map(str, words)))
+    gaps = json.loads(out.read_text())["gap"]
+    rows = answers.held(gaps, answers.SAME)
     found = {row["who"]: row["median"] for row in rows}
     assert found == pytest.approx(dict.fromkeys(("base", "lora1-r4", "lora2-r8"), wrong), abs=1e-3)
-    assert engine_reference.main([*words, "--tol", "inf"]) == 0, "any distance is reported"
     assert all(row["ok"] == (not wrong) for row in rows)
+    assert all(row["ok"] for row in answers.held(gaps, float("inf"))), "any distance is reported"
 
 
 @pytest.mark.parametrize("format", vllm_quantize.FORMATS)

@@ -48,47 +48,28 @@ def test_batch_invariance(run):
 
 
 @pytest.mark.slow
-def test_every_way_of_several_gpus_is_held_against_one(run, tmp_path, monkeypatch):
+def test_every_way_of_several_gpus_is_held_against_float32(run, tmp_path, monkeypatch):
     """The pretended vLLM cannot run expert parallel without data parallel. Engines whose rows are
     compared take long: references of others that run at the same time do not wait for them."""
     awaited = tmp_path / "work/reference-of-vllm-data-and-expert.log"
     monkeypatch.setenv("AWAITED", str(awaited))
-    code, written, log = run(vllm_parallel, "--gpus", "2", "--at-once", "4")
+    code, written, log = run(vllm_parallel, "--gpus", "2", "--at-once", "6")
     assert code == 1 and "no experts here" in log
     ends = {stage["stage"]: stage["end"] for stage in written["meta"]["stages"]}
     failed = {name for name, end in ends.items() if end == "exit status 1"}
     assert failed == {"vllm expert", "moelora expert"}
     assert set(ends.values()) == {"ok", "exit status 1"}
     compared = {row["compared"] for row in topics(written, "answers")}
-    ways = ("fully sharded", "data and expert")
-    assert {f"moelora {way}, moelora single" for way in ways} < compared
+    ways = ("tensor", "fully sharded", "data and expert")
+    assert {f"moelora {way}: mixed, each alone" for way in ways} < compared
     assert all(row["ok"] for row in topics(written, "answers"))
     slots = {row["run"]: row["slots"] for row in topics(written, "layers") if "slots" in row}
     assert len(slots) == 4 and all(s == [[1, 2, 3, 4], [4, 3, 2, 1]] for s in slots.values())
-    assert len(topics(written, "reference")) == 7
+    assert len(topics(written, "reference")) == 6 and len(topics(written, "distance")) == 3
     counts = ("rows", "matched", "differing", "unmatched")
     found = {row["run"]: [row[n] for n in counts] for row in topics(written, "bits")}
     names = ("moelora data and expert, eager", "vllm data and expert, eager")
     assert found == dict.fromkeys(names, [5, 5, 0, 0])
-
-
-def test_answers_may_differ_by_what_the_kernels_of_vllm_differ():
-    """The model decides by how much rounding moves log-probabilities."""
-
-    def check(shift):
-        reply = {"prompt": [-1.0 + shift] * 30, "tokens": [1], "top": [{"1": -0.1}]}
-        return {"names": ["base"], "alone": [[reply]], "mixed": [[reply]]}
-
-    def judged(vllm, moelora):
-        names = "moelora single", "vllm tensor", "moelora tensor", "vllm data and expert"
-        checks = dict(zip(names, map(check, (0.0, vllm, moelora, 2.0)), strict=True))
-        rows = vllm_parallel.answers(checks)
-        wanted = {"moelora tensor, moelora single", "moelora tensor, moelora single: mixed"}
-        (ok,) = {row["ok"] for row in rows if row["compared"] in wanted}
-        return ok
-
-    assert judged(0.01, 0.09) and not judged(0.01, 0.11)
-    assert judged(0.2, 0.24) and not judged(0.2, 0.26)
 
 
 @pytest.mark.slow
@@ -131,6 +112,6 @@ def test_a_server_is_asked_even_if_others_took_all_the_time(tmp_path):
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.handle_request).start()
-        assert jobs.is_up(url, job, 0)
-    assert not jobs.is_up(url, job, 0)
+        assert jobs.is_up(url, job.process, 0)
+    assert not jobs.is_up(url, job.process, 0)
     job.stop("stopped")

@@ -15,12 +15,15 @@ for folder in (out.with_name(name) for name in names):
     manifest = {"base": str(folder / "base"), "adapters": adapters, "vocab": 100, "shape": {}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 """
-REFERENCE = """\
+TRAINER = """\
 import json, sys
-assert json.load(open(sys.argv[-1]))["names"][0] == "base"
-print('{"who": "base", "median": 0.01}')
+engine, out = (sys.argv[sys.argv.index(option) + 1] for option in ("--engine", "--out"))
+assert json.load(open(engine))["check"]["names"][0] == "base"
+gap = {"mean": 0.02, "median": 0.01, "most": 1.0, "p95": 0.1, "another": 2.0}
+bits = {"rows": 2, "elements": 4, "differing": 0}
+json.dump({"gap": {"base": gap}, "bits": bits}, open(out, "w"))
 """
-SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "hold_against": REFERENCE}
+SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "train": TRAINER}
 
 VLLM = """\
 import importlib.metadata, os, sys, time
@@ -48,7 +51,7 @@ class LLM:
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
         self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
         self.experts, slots = Experts(), []
-        if options["enable_expert_parallel"] and options["tensor_parallel_size"] > 1:
+        if options.get("enable_expert_parallel") and options.get("tensor_parallel_size", 1) > 1:
             sys.exit("no experts here")
         kernel = N(fused_experts=type(self.name, (), {})())
         model = N(modules=lambda: [N(_moe_kernel=kernel)],
