@@ -22,17 +22,11 @@ from benchmarks.engines.sglang_engine import COMMON
 from moelora.integrations.sglang import SWITCH
 
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
-RUNNERS = {  # --moe-runner-backend of servers
-    "sglang, v2": "lora_triton",
-    "sglang, v2 cutedsl": "lora_cutedsl",  # needs nvidia-cutlass-dsl
-    "sglang, marlin": "lora_marlin",  # NVFP4 of ModelOpt: its only one
-    "moelora, v2": "lora_triton",
-    "moelora, marlin": "lora_marlin",
-}
-CHECKED = {  # SGLang's servers whose answers are compared, each with moelora's
-    "sglang, v2": "moelora, v2",
-    "sglang, v2 cutedsl": "moelora, v2",  # which replaces either
-    "sglang, marlin": "moelora, marlin",
+RUNNERS = {"moelora, v2": "lora_triton", "moelora, marlin": "lora_marlin"}  # of SGLang, replaced
+CHECKED = {  # servers whose answers are compared: --moe-runner-backend, moelora's server
+    "sglang, v2": ("lora_triton", "moelora, v2"),
+    "sglang, v2 cutedsl": ("lora_cutedsl", "moelora, v2"),  # needs nvidia-cutlass-dsl
+    "sglang, marlin": ("lora_marlin", "moelora, marlin"),  # NVFP4 of ModelOpt: its only one
 }
 
 
@@ -54,11 +48,12 @@ def main(argv=None):
     p.add_argument("--alone", action="store_true", help="moelora's server, compared with itself")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
     args = p.parse_args(argv)
-    ours = CHECKED[args.checked]
+    runner, ours = CHECKED[args.checked]
+    runners = {} if args.alone else {args.checked: runner}
+    runners[ours] = RUNNERS[ours]
     bench = Bench(args, ours, args.checked)
     if model := bench.model():
-        names = [ours] if args.alone else [args.checked, ours]
-        runs = {name: ("--port", args.port, "--runner", RUNNERS[name]) for name in names}
+        runs = {name: ("--port", args.port, "--runner", r) for name, r in runners.items()}
         bench.run(runs, model, held=lambda name: not args.alone)
     return bench.report()
 

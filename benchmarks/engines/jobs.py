@@ -39,18 +39,14 @@ class Job:
                 start_new_session=True,
             )
 
-    def left(self):
-        """Seconds to its deadline."""
-        return self.seconds - (time.monotonic() - self.start)
-
     def is_over(self):
         """Whether `wait` would not wait."""
-        return self.process.poll() is not None or self.left() <= 0
+        return self.process.poll() is not None or self.start + self.seconds <= time.monotonic()
 
     def wait(self):
         """Wait for the process until the deadline, then `stop` it; returns the record of `stop`."""
         try:
-            code = self.process.wait(max(self.left(), 0.1))
+            code = self.process.wait(max(self.start + self.seconds - time.monotonic(), 0.1))
             end = "ok" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
             end = f"stopped after {self.seconds:.0f} s"

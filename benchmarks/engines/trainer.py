@@ -19,6 +19,7 @@ import pathlib
 import re
 import statistics
 from contextlib import contextmanager
+from functools import partial
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -111,8 +112,8 @@ class Trainer:
 class Usual:
     """Experts of transformers, each adapter merged into the weights."""
 
-    def __init__(self, manifest, device, dtype=torch.bfloat16, **options):
-        self.model = load(manifest, device, dtype=dtype, **options)
+    def __init__(self, manifest, device, **options):
+        self.model = load(manifest, device, **options)
         self.folders = {f.name: f for f in map(pathlib.Path, manifest["adapters"])}
 
     def logprobs(self, name, prompts):
@@ -120,12 +121,6 @@ class Usual:
             return prompt_logprobs(self.model, prompts)
         with merged(self.model, self.folders[name]):
             return prompt_logprobs(self.model, prompts)
-
-
-class Reference(Usual):
-    def __init__(self, manifest, device):
-        super().__init__(manifest, device, torch.float32, attn_implementation="eager")
-        self.model.set_experts_implementation("eager")
 
 
 @contextmanager
@@ -178,7 +173,9 @@ def gap(check, logprobs):
         yield name, found | {"p95": off[int(0.95 * len(off))], "another": another}
 
 
-KINDS = {"trainer": Trainer, "usual": Usual, "reference": Reference}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+KINDS = {"trainer": Trainer, "usual": partial(Usual, dtype=torch.bfloat16)}
+KINDS["reference"] = partial(Usual, dtype=torch.float32, **EAGER)
 
 
 def main(argv=None):

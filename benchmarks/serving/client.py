@@ -34,17 +34,12 @@ FIELDS = {*OPTIONS, "adapters", "zipf", "options", "source"}
 
 def words(target, load, adapters, seed, slo):
     """Arguments of `vllm bench serve`."""
-    arguments = {
-        "base-url": target["url"],
-        "model": target["model"],
-        "tokenizer": target["model"],
-        "dataset-name": "random",
-        "temperature": 1,  # one after another, the tokens of the random model would be the same
-        "seed": seed,  # a load whose prompts were sent before would find them in the prefix cache
-        "percentile-metrics": ",".join(METRICS),
-        "metric-percentiles": "99",
-        "ready-check-timeout-sec": 0,
-    }
+    url, model = target["url"], target["model"]
+    arguments = {"base-url": url, "model": model, "tokenizer": model, "dataset-name": "random"}
+    arguments["temperature"] = 1  # one after another, tokens of the random model would be the same
+    arguments["seed"] = seed  # prompts that were sent before would be found in the prefix cache
+    arguments |= {"percentile-metrics": ",".join(METRICS), "metric-percentiles": "99"}
+    arguments["ready-check-timeout-sec"] = 0
     arguments |= {name: load[key] for key, name in OPTIONS.items() if key in load}
     arguments |= load.get("options", {})
     flat = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
@@ -63,20 +58,17 @@ def modules(load, adapters):
     return [*named, "--lora-assignment", "random"]
 
 
-def measure(target, name, load, adapters, seed, slo):
-    from vllm.benchmarks import serve
-
+def measure(serve, target, name, load, adapters, seed, slo):
+    """A row: the workload's fields, and what `vllm.benchmarks.serve` found."""
     adapters = adapters[: load.get("adapters")]
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)
     args = parser.parse_args(words(target, load, adapters, seed, slo))
-    result = asyncio.run(serve.main_async(args))
-    kept = {key: result[key] for key in KEPT if result.get(key) is not None}
-    kept = {
-        key: round(value, 3) if isinstance(value, float) else value for key, value in kept.items()
-    }
+    found = asyncio.run(serve.main_async(args))
+    found = {key: found[key] for key in KEPT if found.get(key) is not None}
+    found = {key: round(n, 3) if isinstance(n, float) else n for key, n in found.items()}
     load = {key: value for key, value in load.items() if key not in ("adapters", "source")}
-    return {"workload": name, "adapters": len(adapters), "seed": seed} | load | kept
+    return {"workload": name, "adapters": len(adapters), "seed": seed} | load | found
 
 
 def main():
@@ -86,8 +78,8 @@ def main():
     job, out = json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2])
     with out.open("a") as file:
         for seed, (name, i, adapters) in enumerate(job["runs"]):
-            load = job["workloads"][name]
-            row = measure(job["targets"][i], name, load, adapters, seed, job["slo"])
+            target, load = job["targets"][i], job["workloads"][name]
+            row = measure(serve, target, name, load, adapters, seed, job["slo"])
             print(json.dumps(row), file=file, flush=True)
 
 
