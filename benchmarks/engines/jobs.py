@@ -50,6 +50,9 @@ class Job:
             end = "ok" if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
             end = f"stopped after {self.seconds:.0f} s"
+        except BaseException:  # of a signal
+            self.stop("interrupted")
+            raise
         return self.stop(end)
 
     def stop(self, end):
@@ -77,9 +80,11 @@ def as_ended(jobs):
 
 class Stages:
     """Jobs in the folder `args.work`, which is emptied, and the result file `args.out`. Jobs find
-    the plugin of this checkout, and what else `more` names as entry points."""
+    the plugin of this checkout, and what else `more` names as entry points. A SIGTERM ends servers
+    as Ctrl-C does."""
 
     def __init__(self, args, more=None):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.args, self.work, self.stages = args, args.work.resolve(), []
         shutil.rmtree(self.work, ignore_errors=True)
         write_entry_points(self.work / "plugin", more)

@@ -13,8 +13,9 @@ adapters on. A load is a row of `workloads.json`, or all of one of its groups. `
 rows to both. One server runs on the GPU at a time, with empty caches of compilers; it is stopped
 before the next one starts. With `--at-once` all are started before the first load, with the caches
 that the machine has, share the GPU's memory, which `--server-args` must divide, and take turns in
-each load, one at a time. A server that did not answer within `--start-s` is named by a stage.
-`--url` measures a server that somebody else started.
+each load, one at a time. With `--gpus 0,1` those of two engines are up together, each on a GPU of
+its own, and are loaded one after the other. A server that did not answer within `--start-s` is
+named by a stage. `--url` measures a server that somebody else started.
 
 A model has the configuration of its name at full depth and no weights (`load_format=dummy`), but
 experts in four bits are random, since not every byte is a valid scale. Adapters have random factors

@@ -1,7 +1,6 @@
 """See the package's docstring: `python -m benchmarks.serving --help`."""
 
 import argparse
-import itertools
 import json
 import pathlib
 import sys
@@ -41,6 +40,7 @@ def parse(argv=None):
     add("--lora-modules", type=words, default=[], help="names of adapters of --url")
     add("--served-model", help="of --url: the name of its model, a folder or Hub name")
     add("--at-once", action="store_true", help="servers are up together, and take turns in loads")
+    add("--gpus", type=words, default=[], help="servers are up together, each on one of these")
     add("--only-adapters", action="store_true", help="no loads of servers with adapters without")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="more of a server's")
     add("--port", type=int, default=8100, help="of the first server (default: %(default)s)")
@@ -75,6 +75,8 @@ def parse(argv=None):
     if args.url:
         args.adapters, args.ranks = len(args.lora_modules), None
         return args
+    if args.at_once and args.gpus:
+        p.error("--at-once has all servers on the same GPUs: leave --gpus out")
     gpt_oss = models.MODELS[args.model][0] is models.GPT_OSS
     if gpt_oss != (args.format == "mxfp4"):
         p.error(f"--format is {args.format}, {args.model} has {'only' if gpt_oss else 'no'} mxfp4")
@@ -102,25 +104,22 @@ class Bench(Stages):
 
     def serve(self, names, made):
         """Start servers, run their loads, stop them."""
-        ports = range(self.args.port, self.args.port + len(names))
-        servers = [
-            self.start(name, made, port, len(names))
-            for name, port in zip(names, ports, strict=True)
-        ]
+        servers = [self.start(name, made, i, len(names)) for i, name in enumerate(names)]
         up, late = [], f"did not answer within {self.args.start_s:g} s"
         try:
-            up += filter(None, itertools.starmap(self.up, servers))
-            if up:
-                self.load(up)
+            up += self.up(servers)
+            for targets in [up] if self.args.at_once else [[target] for target in up]:
+                if targets:
+                    self.load(targets)
         finally:
             for server, target in servers:
                 end = "stopped" if target["name"] in {fields["name"] for fields in up} else late
                 self.stages.append(server.stop(end if server.process.poll() is None else "ended"))
             self.write()
 
-    def start(self, name, made, port, together):
-        """Starts a server. Returns it and the target of its loads."""
-        engine = self.args.known[name]
+    def start(self, name, made, i, together):
+        """Starts server i of those that are up together. Returns it and the target of its loads."""
+        engine, port = self.args.known[name], self.args.port + i
         adapters = made["adapters"] if "lora" in engine else {}
         pool = dict(self.args.pool) if adapters else {}
         if "host" not in engine:
@@ -144,7 +143,8 @@ class Bench(Stages):
         command = [*engine["command"], *engine.get("lora", [])]
         command += engine["host"] if "max_cpu_loras" in pool else []
         command = filled([*command, *self.args.server_args])
-        environment = self.caches(name) if together == 1 else {}
+        environment = {} if self.args.at_once else self.caches(name)
+        environment |= {"CUDA_VISIBLE_DEVICES": self.args.gpus[i]} if self.args.gpus else {}
         environment |= {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
         seconds = self.args.start_s + self.args.load_s * together
         server = self.job(f"serve {name}", command, seconds, **environment)
@@ -154,11 +154,23 @@ class Bench(Stages):
         target = {"name": name, "url": url, "model": made["base"], "adapters": asked}
         return server, target | {"fields": pool}
 
-    def up(self, server, target):
-        """Waits until a server answers. Returns its target, or None if it does not answer."""
-        until = server.start + self.args.start_s
-        if not is_up(f"{target['url']}/health", server.process, until):
-            return None
+    def up(self, servers):
+        """Targets of servers, as they answer within their time."""
+        waiting = list(servers)
+        while waiting:
+            for server, target in list(waiting):
+                if is_up(f"{target['url']}/health", server.process, until=0):
+                    yield self.answering(server, target)
+                elif server.process.poll() is None and not self.is_late(server):
+                    continue
+                waiting.remove((server, target))
+            time.sleep(0.2)
+
+    def is_late(self, server):
+        return server.start + self.args.start_s <= time.monotonic()
+
+    def answering(self, server, target):
+        """The target of a server, with fields for its rows."""
         fields = target["fields"]
         if not self.args.at_once:
             fields["start_s"] = round(time.monotonic() - server.start, 1)
@@ -215,9 +227,9 @@ def main(argv=None):
         bench.write()
     else:
         made = bench.made()
-        together = [args.engines] if args.at_once else [[name] for name in args.engines]
-        for names in together if made else ():
-            bench.serve(names, made)
+        many = len(args.engines) if args.at_once else len(args.gpus) or 1
+        for first in range(0, len(args.engines), many) if made else ():
+            bench.serve(args.engines[first : first + many], made)
     show(bench.rows)
     return 0 if all(stage["end"] in ("ok", "stopped") for stage in bench.stages) else 1
 
