@@ -1,9 +1,8 @@
-"""Builds, kernel variants and clocks on the same layers, builds without running them, and tests.
+"""Builds, kernel variants and clocks on the same layers, and builds without running them.
 
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare bits before=../before after=. --device cpu
     python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a
-    python -m benchmarks.compare mutations before=../before after=. --faults 50 --out faults.json
     python -m benchmarks.compare power --models qwen3 --tokens 4096
 
 `--help` after any of them. Two result files: `moelora bench compare before.json after.json`.
@@ -12,7 +11,7 @@
 import importlib
 import sys
 
-COMMANDS = ("times", "bits", "machine-code", "mutations", "power")
+COMMANDS = ("times", "bits", "machine-code", "power")
 
 
 def main(argv=None):

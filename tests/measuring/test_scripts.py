@@ -3,7 +3,6 @@
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -174,61 +173,6 @@ def test_a_build_has_its_own_bits_and_others_are_named(monkeypatch, capsys, size
         assert f"scalar differs: {test}: call 0: fused_moe_lora_gemm, tensors 1" in said
         assert not sizes or " of 2112 elements, by up to " in said
         assert "scalar: 0 calls in 0 tests as before, 1 tests differ" in said
-
-
-CHECKOUT = {
-    "pytest.ini": "[pytest]\nmarkers = gpu\n",
-    "moelora/__init__.py": "",
-    "moelora/a.py": """def add(x, rest=0):
-    if rest:
-        rest = x - rest
-    return x + rest
-""",
-    "csrc/core/a.c": "int twice(int x);\nint twice(int x) {\n  return x + x;\n}\n",
-    "setup.py": """import os, shlex, subprocess
-flags = shlex.split(os.environ["CFLAGS"])
-subprocess.check_call(["cc", *flags, *"-shared -fPIC csrc/core/a.c -o moelora/_C.abi3.so".split()])
-""",
-    "tests/test_a.py": """import ctypes
-from moelora.a import add
-def test_add():
-    assert add(3, 1) == 5
-def test_twice():
-    assert ctypes.CDLL("moelora/_C.abi3.so").twice(3) == 6
-""",
-}
-
-
-def test_faults_are_caught_where_a_test_can_fail(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("CFLAGS", "")
-    checkouts = []
-    for name, weaker in (("before", "== 6"), ("after", "in (0, 6)")):
-        for path, text in CHECKOUT.items():
-            file = tmp_path / name / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text.replace("== 6", weaker))
-        subprocess.run([sys.executable, "setup.py"], cwd=tmp_path / name, check=True)
-        checkouts.append(f"{name}={tmp_path / name}")
-    out = tmp_path / "faults.json"
-    words = ["--faults", "1", "--seed", "0", "--out", str(out)]
-    command = [sys.executable, "-m", "benchmarks.compare", "mutations", *checkouts, *words]
-    said = subprocess.run(command, check=True, cwd=tables.files.ROOT, stdout=subprocess.PIPE)
-    assert b"after survived return x - x;" in said.stdout
-    python, c = results.read(out)[1]
-    assert [python[name]["outcome"] for name in ("before", "after")] == ["caught", "caught"]
-    assert [c[name]["outcome"] for name in ("before", "after")] == ["caught", "survived"]
-    assert c["fault"] == "return x - x;" and "test_twice" in c["before"]["failed"]
-    for name in ("before", "after"):
-        assert (tmp_path / name / "csrc/core/a.c").read_text() == CHECKOUT["csrc/core/a.c"]
-
-
-@pytest.mark.parametrize("text", ["before=nowhere", "before=tests", "moelora"])
-def test_checkouts_that_are_not_built_are_refused(text, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module("benchmarks.compare.mutations").main([text])
-    said = capsys.readouterr().err
-    assert f"'{text}' is not NAME=DIR of a checkout with a moelora/_C.abi3.so: build it" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
