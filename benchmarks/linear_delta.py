@@ -8,6 +8,7 @@ and `lora_expand` as `add_lora_linear` calls them. A stack of rank 64 is timed w
 64, 16, and 0: those that have no factors for the layer. vLLM's kernels compute all 64 ranks.
 """
 
+import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 import moelora
-from benchmarks.options import parser
-from moelora.bench import results
+from benchmarks.options import parser, report
 from moelora.bench.timing import COLD_BYTES, GraphTimer, Run, on
 
 # Of Qwen3-30B-A3B: depth, and columns of the slices.
@@ -112,20 +112,20 @@ def case(timer, args, layer, tokens, rank, used):
     return row
 
 
+def rows(args):
+    timer = GraphTimer()
+    for layer, rank in itertools.product(LAYERS, args.ranks):
+        for used in sorted({rank, min(rank, 16), 0}, reverse=True):
+            for tokens in args.tokens:
+                yield case(timer, args, layer, tokens, rank, used)
+
+
 def main(argv=None):
     args = parser(
         __doc__, tokens=[1, 16, 64, 256, 8192], ranks=[16, 64], adapters=4, budget_ms=150.0
     ).parse_args(argv)
-    timer, rows = GraphTimer(), []
-    for layer in LAYERS:
-        for rank in args.ranks:
-            for used in sorted({rank, min(rank, 16), 0}, reverse=True):
-                for tokens in args.tokens:
-                    rows.append(case(timer, args, layer, tokens, rank, used))
-                    print("  ".join(f"{k} {v}" for k, v in rows[-1].items()), flush=True)
-                    if args.out:
-                        results.write(args.out, rows)
-    return int(any(row.get("difference", 0.0) > 0.05 for row in rows))
+    measured = report(rows(args), args.out)
+    return int(any(row.get("difference", 0.0) > 0.05 for row in measured))
 
 
 if __name__ == "__main__":

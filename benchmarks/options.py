@@ -1,7 +1,8 @@
-"""Options that commands share."""
+"""Options that commands share, and how they print and write their rows."""
 
 import argparse
-import math
+
+from moelora.bench import results
 
 ABOUT = {
     "models": "of `moelora bench --list`",
@@ -15,27 +16,50 @@ ABOUT = {
     "seconds": "of work per case",
     "budget_ms": "time per baseline, variant or turn",
     "deadline_s": "no case begins after this",
+    "layers": "of the model",
+    "length": "tokens of a sequence",
+    "steps": "that are timed",
 }
 
 
 def numbers(text):
-    return [int(word) for word in text.split(",")]
+    return [int(word) for word in words(text)]
 
 
 def words(text):
-    return text.split(",")
+    return text.split(",") if text else []
 
 
 def parser(doc, **defaults):
-    """A parser with an option of ABOUT for each default, and --deadline-s and --out. Lists are
-    separated by commas."""
+    """A parser with an option for each default, and --out.
+
+    A default has its help in ABOUT, or is (default, help). Lists are separated by commas; False is
+    a flag.
+    """
     made = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    for name, default in (defaults | {"deadline_s": math.inf}).items():
-        of_numbers = isinstance(default, list) and all(isinstance(d, int) for d in default)
-        kind = numbers if of_numbers else words if isinstance(default, list) else type(default)
-        text = ",".join(map(str, default)) if isinstance(default, list) else default
-        made.add_argument(f"--{name.replace('_', '-')}", default=text, type=kind, help=ABOUT[name])
+    for name, default in defaults.items():
+        default, help = default if isinstance(default, tuple) else (default, ABOUT[name])
+        flag, kind = f"--{name.replace('_', '-')}", type(default)
+        if default is False:
+            made.add_argument(flag, action="store_true", help=help)
+            continue
+        if kind is list:
+            kind = numbers if all(isinstance(d, int) for d in default) else words
+            default = ",".join(map(str, default))
+        made.add_argument(flag, default=default, type=kind, help=help)
     made.add_argument("--out", help="result file to write")
+    return made
+
+
+def report(rows, out, /, **meta):
+    """Print rows as they come and write each at once, so that a run that is cut off leaves a file;
+    returns them."""
+    made = []
+    for row in rows:
+        made.append(row)
+        print("  ".join(f"{k} {str(v)[:200]}" for k, v in row.items()), flush=True)
+        if out:
+            results.write(out, made, **meta)
     return made

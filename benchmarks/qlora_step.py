@@ -27,11 +27,8 @@ seconds: median of the steps after two; peak: of torch's allocator, weights incl
 of the first step, for which engines have the same weights.
 """
 
-import argparse
 import itertools
-import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -46,15 +43,19 @@ from torch.utils.checkpoint import checkpoint
 
 import moelora
 from benchmarks import training_memory
-from moelora.bench import results
+from benchmarks.gpu import free
+from benchmarks.models import fan_in
+from benchmarks.options import parser, report
+from benchmarks.processes import apart
+from moelora.bench.cases import normal
 from moelora.bench.formats import FORMATS
 
 WARM_UP = 2
 SCALING = 0.5  # of experts' adapters
 CHUNK = 1024  # tokens whose logits exist at once
-
-
 SHAPES = dict(zip(("gptoss", "qwen3"), training_memory.MODELS, strict=False))
+CASE = ("shape", "format", "layers", "rank", "batch", "cap_gb")  # options that are fields of a row
+FLAGS = ("checkpointing", "float32", "whole_logits", "in_backward")
 
 
 @dataclass(frozen=True)
@@ -63,29 +64,16 @@ class Sizes(training_memory.Model):
     format: str = "mxfp4"
 
 
-class Draw:
-    """Random tensors, always the same ones."""
-
-    def __init__(self, device):
-        self.device = device
-        self.make = torch.Generator(device).manual_seed(0)
-
-    def normal(self, *size, std):
-        empty = torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        return empty.normal_(0, std, generator=self.make)
-
-
-def draw_experts(s, draw):
+def draw_experts(s, make):
     """Experts of one layer and their adapter, as peers name them."""
     p = SimpleNamespace(E=s.experts, k=s.top_k, H=s.hidden, I=s.inter, r=s.rank, L=1, mx=True)
     p.pack, drawn = FORMATS[s.format].pack, FORMATS[s.format].draw
-    p.q13, p.s13 = drawn(s.experts, 2 * s.inter, s.hidden, draw.make, torch.bfloat16)
-    p.q2, p.s2 = drawn(s.experts, s.hidden, s.inter, draw.make, torch.bfloat16)
-    small = 0.1 * s.rank**-0.5
-    p.a13 = draw.normal(s.experts, s.rank, s.hidden, std=s.hidden**-0.5)
-    p.b13 = draw.normal(s.experts, 2 * s.inter, s.rank, std=small)
-    p.a2 = draw.normal(s.experts, s.rank, s.inter, std=s.inter**-0.5)
-    p.b2 = draw.normal(s.experts, s.hidden, s.rank, std=small)
+    p.q13, p.s13 = drawn(s.experts, 2 * s.inter, s.hidden, make, torch.bfloat16)
+    p.q2, p.s2 = drawn(s.experts, s.hidden, s.inter, make, torch.bfloat16)
+    p.a13 = fan_in(make, s.experts, s.rank, s.hidden)
+    p.b13 = fan_in(make, s.experts, 2 * s.inter, s.rank, scale=0.1)
+    p.a2 = fan_in(make, s.experts, s.rank, s.inter)
+    p.b2 = fan_in(make, s.experts, s.hidden, s.rank, scale=0.1)
     return p
 
 
@@ -134,27 +122,27 @@ def unsloth(peers):
 class Linear(nn.Module):
     """A frozen linear layer with an adapter."""
 
-    def __init__(self, draw, rows, columns, rank):
+    def __init__(self, make, rows, columns, rank):
         super().__init__()
-        self.register_buffer("weight", draw.normal(rows, columns, std=columns**-0.5))
-        self.a = nn.Parameter(draw.normal(rank, columns, std=columns**-0.5))
-        self.b = nn.Parameter(draw.normal(rows, rank, std=0.1 * rank**-0.5))
+        self.register_buffer("weight", fan_in(make, rows, columns))
+        self.a = nn.Parameter(fan_in(make, rank, columns))
+        self.b = nn.Parameter(fan_in(make, rows, rank, scale=0.1))
 
     def forward(self, x):
         return F.linear(x, self.weight) + F.linear(F.linear(x, self.a), self.b)
 
 
 class Layer(nn.Module):
-    def __init__(self, s, draw, make):
+    def __init__(self, s, make, experts):
         super().__init__()
         self.s = s
         wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self.q, self.k, self.v = (
-            Linear(draw, rows, s.hidden, s.rank) for rows in (wide, narrow, narrow)
+            Linear(make, rows, s.hidden, s.rank) for rows in (wide, narrow, narrow)
         )
-        self.o = Linear(draw, s.hidden, wide, s.rank)
-        self.register_buffer("router", draw.normal(s.experts, s.hidden, std=s.hidden**-0.5))
-        self.experts = make(draw_experts(s, draw))
+        self.o = Linear(make, s.hidden, wide, s.rank)
+        self.register_buffer("router", fan_in(make, s.experts, s.hidden))
+        self.experts = experts(draw_experts(s, make))
 
     def forward(self, x):
         s = self.s
@@ -170,13 +158,13 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, s, device, make, repeats=False, whole_logits=False):
+    def __init__(self, s, device, experts, repeats=False, whole_logits=False):
         super().__init__()
-        draw = Draw(device)
+        make = torch.Generator(device).manual_seed(0)
         self.repeats, self.whole_logits = repeats, whole_logits
-        self.register_buffer("embedding", draw.normal(s.vocab, s.hidden, std=1.0))
-        self.register_buffer("head", draw.normal(s.vocab, s.hidden, std=s.hidden**-0.5))
-        self.layers = nn.ModuleList(Layer(s, draw, make) for _ in range(s.layers))
+        self.register_buffer("embedding", normal((s.vocab, s.hidden), 1.0, make))
+        self.register_buffer("head", fan_in(make, s.vocab, s.hidden))
+        self.layers = nn.ModuleList(Layer(s, make, experts) for _ in range(s.layers))
 
     def trained(self):
         experts = [p for layer in self.layers for p in layer.experts.trained()]
@@ -210,14 +198,14 @@ def update_in_backward(parameters):
 
 
 def measure(
-    sizes, make, batch, length, steps, device="cuda", in_backward=False, cap_gb=0, **options
+    sizes, experts, batch, length, steps, device="cuda", in_backward=False, cap_gb=0, **options
 ):
     """What steps of a model with such experts take."""
     on_gpu = device == "cuda"
     if on_gpu and cap_gb:
         total = torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(cap_gb * 1e9 / total)
-    model = Model(sizes, device, make, **options)
+    model = Model(sizes, device, experts, **options)
     if in_backward:
         update_in_backward(model.trained())
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=device))], lr=0.0)
@@ -225,11 +213,8 @@ def measure(
         optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
     draw = torch.Generator(device).manual_seed(1)
     seconds, losses = [], []
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        resident = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    free()
+    resident = torch.cuda.memory_allocated()
     for _ in range(WARM_UP + steps):
         shape = batch, length + 1
         tokens = torch.randint(sizes.vocab, shape, generator=draw, device=device)
@@ -249,73 +234,54 @@ def measure(
     return row
 
 
+def measure_engine(engine, length, args):
+    """The measured part of a row, in a process of its own."""
+    experts = unsloth(args.peers.resolve()) if engine == "unsloth" else Ours
+    experts = partial(Ours, dtype=torch.float32) if args.float32 else experts
+    chosen = {name: getattr(args, name) for name in ("layers", "rank", "format")}
+    sizes = Sizes(**vars(SHAPES[args.shape]) | chosen)
+    options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
+    options |= {"in_backward": args.in_backward, "cap_gb": args.cap_gb}
+    yield measure(sizes, experts, args.batch, length, args.steps, **options)
+
+
+def rows(args):
+    """A row for each engine and length, as it is measured."""
+    for engine, length in itertools.product(args.engines, args.length):
+        row = {"engine": engine} | {name: getattr(args, name) for name in CASE}
+        row |= {"length": length} | {name: getattr(args, name) for name in FLAGS}
+        (measured,) = apart(measure_engine, [(engine, length, args)], args.seconds)
+        yield row | measured
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", default="moelora", help="moelora, unsloth, or both")
-    parser.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rank", type=int, default=Sizes.rank)
-    parser.add_argument("--shape", choices=SHAPES, default="gptoss")
-    parser.add_argument("--format", choices=("mxfp4", "nf4", "nvfp4"), default="mxfp4")
-    parser.add_argument("--cap-gb", type=float, default=0, help="GB of the GPU; 0: all")
-    parser.add_argument("--in-backward", action="store_true", help="update in the backward")
-    parser.add_argument("--batch", type=int, default=2, help="sequences")
-    parser.add_argument(
-        "--length", default="2048", help="tokens of a sequence; several: one by one"
+    p = parser(
+        __doc__,
+        engines=(["moelora"], "moelora, unsloth, or both"),
+        layers=12,
+        rank=(Sizes.rank, "of the adapters"),
+        cap_gb=(0.0, "GB of the GPU; 0: all"),
+        in_backward=(False, "update in the backward"),
+        batch=(2, "sequences"),
+        length=([2048], "tokens of a sequence; several: one by one"),
+        steps=7,
+        checkpointing=(False, "of activations"),
+        float32=(False, "experts' factors"),
+        whole_logits=(False, "of all tokens at once"),
+        seconds=(150.0, "for an engine"),
     )
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--checkpointing", action="store_true", help="of activations")
-    parser.add_argument("--float32", action="store_true", help="experts' factors")
-    parser.add_argument("--whole-logits", action="store_true", help="of all tokens at once")
-    parser.add_argument("--seconds", type=float, default=150, help="for an engine")
-    parser.add_argument("--out", help="result file to write")
-    parser.add_argument("--engine", choices=("moelora", "unsloth"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.engine:
-        make = unsloth(args.peers.resolve()) if args.engine == "unsloth" else Ours
-        make = partial(Ours, dtype=torch.float32) if args.float32 else make
-        chosen = {name: getattr(args, name) for name in ("layers", "rank", "format")}
-        sizes = Sizes(**vars(SHAPES[args.shape]) | chosen)
-        options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
-        options |= {"in_backward": args.in_backward, "cap_gb": args.cap_gb}
-        print(json.dumps(measure(sizes, make, args.batch, int(args.length), args.steps, **options)))
-        return 0
-    engines = args.engines.split(",")
-    if "unsloth" in engines and args.peers is None:
-        parser.error("unsloth needs --peers, a folder with train_peers.py")
-    if "unsloth" in engines and (args.format, args.shape) != ("mxfp4", "gptoss"):
-        parser.error("unsloth has kernels for MXFP4 of gpt-oss: leave --format and --shape out")
-    if "unsloth" in engines and args.float32:
-        parser.error("--float32 needs --engines moelora: Unsloth's kernels take bfloat16 factors")
-    rows = []
-    for engine, length in itertools.product(engines, map(int, args.length.split(","))):
-        rows.append(run(engine, length, args))
-        print(json.dumps(rows[-1]), flush=True)
-        if args.out:
-            results.write(args.out, rows)
-    return int(any("error" in row for row in rows))
-
-
-FLAGS = "checkpointing", "float32", "whole_logits", "in_backward"
-
-
-def run(engine, length, args):
-    """A row of the result file, by a process of its own."""
-    names = ("shape", "format", "layers", "rank", "batch", "cap_gb")
-    case = {n: getattr(args, n) for n in names} | {"length": length}
-    words = [sys.executable, "-m", "benchmarks.qlora_step", "--engine", engine]
-    for name, value in (case | {"steps": args.steps}).items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    words += ["--peers", str(args.peers)] if args.peers else []
-    words += [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(args, name)]
-    row = {"engine": engine, **case, **{name: getattr(args, name) for name in FLAGS}}
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=args.seconds)
-        said = done.stdout.splitlines()
-        row |= json.loads(said[-1]) if done.returncode == 0 else {"error": done.stderr[-800:]}
-    except subprocess.TimeoutExpired:
-        row["error"] = f"stopped after {args.seconds:.0f} s"
-    return row
+    p.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
+    p.add_argument("--shape", choices=SHAPES, default="gptoss", help="of the model")
+    formats = ("mxfp4", "nf4", "nvfp4")
+    p.add_argument("--format", choices=formats, default="mxfp4", help="of experts")
+    args = p.parse_args(argv)
+    if "unsloth" in args.engines and args.peers is None:
+        p.error("unsloth needs --peers, a folder with train_peers.py")
+    if "unsloth" in args.engines and (args.format, args.shape) != ("mxfp4", "gptoss"):
+        p.error("unsloth has kernels for MXFP4 of gpt-oss: leave --format and --shape out")
+    if "unsloth" in args.engines and args.float32:
+        p.error("--float32 needs --engines moelora: Unsloth's kernels take bfloat16 factors")
+    return int(any("error" in row for row in report(rows(args), args.out)))
 
 
 if __name__ == "__main__":

@@ -20,24 +20,25 @@ rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does,
 "updates" among the formats measures rl_update alone, without a trainer or a checkpoint.
 """
 
-import argparse
 import contextlib
-import gc
-import itertools
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.engines import engine_model, vllm_quantize
 from benchmarks.engines.jobs import write_entry_points
+from benchmarks.gpu import free, timed
+from benchmarks.models import factors, moe_layers
+from benchmarks.options import parser, report
+from benchmarks.processes import apart
 from moelora.bench import results
 
 RANK, LR = 16, 5e-3
@@ -122,7 +123,7 @@ class Vllm:
         from moelora.integrations.vllm import update_adapters
 
         given = slot.tensors(host=False)
-        self.ms, found = timed(lambda: update_adapters(self.llm, {"law": given}))
+        self.ms, found = ms(lambda: update_adapters(self.llm, {"law": given}))
         self.request = found["law"]
         return sum(t.nbytes for t in given[1].values())
 
@@ -148,40 +149,25 @@ class Vllm:
         return 32 * 256 / (time.perf_counter() - start), took
 
 
-class Factors:
-    """Random ones of all experts, as a `LoraSlot` gives them."""
-
-    def __init__(self, shape):
-        s, targets, self.factors = shape, [], {}
-        stacks = (
-            ("gate_up_proj", "base_layer.", 2 * s.inter, s.hidden),
-            ("down_proj", "", s.hidden, s.inter),
-        )
-        for layer, (stack, name, rows, columns) in itertools.product(range(s.layers), stacks):
-            experts = f"model.layers.{layer}.mlp.experts"
-            targets.append(f"{experts}.{stack}")
-            for which, size in ("A", (RANK * s.experts, columns)), ("B", (rows, RANK * s.experts)):
-                factor = torch.randn(size, device=device()) / columns
-                self.factors[f"base_model.model.{experts}.{name}lora_{which}.weight"] = factor
-        self.config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK}
-        self.config |= {"target_modules": [], "target_parameters": targets}
-
-    def tensors(self, host):
-        return self.config, self.factors
+def random_slot(shape):
+    """Random factors of all experts, as a `LoraSlot` gives them."""
+    layers = {layer.name: layer for layer in moe_layers(shape, shape.layers)}
+    adapted = SimpleNamespace(layers=layers, linears={}, device=device(), dtype=torch.float32)
+    state, config = factors(adapted, RANK, 0, "peft")
+    names = [f"{name}.{stack}" for name in layers for stack in ("gate_up_proj", "down_proj")]
+    config |= {"lora_alpha": 2 * RANK, "target_modules": [], "target_parameters": names}
+    state = {f"base_model.model.{key}": factor for key, factor in state.items()}
+    return SimpleNamespace(tensors=lambda host: (config, state))
 
 
 def device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return engine_model.device()
 
 
-def timed(function):
-    """Milliseconds, and the result."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else bool
-    synchronize()
-    start = time.perf_counter()
-    found = function()
-    synchronize()
-    return 1e3 * (time.perf_counter() - start), found
+def ms(call):
+    """(milliseconds, result) of a call."""
+    seconds, result = timed(call)
+    return 1e3 * seconds, result
 
 
 def trainer(folder):
@@ -202,11 +188,9 @@ def trained(model, tokens):
 
 
 def memory():
-    gc.collect()
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated() / 2**20
+    """MiB that tensors of this process hold."""
+    free()
+    return torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else None
 
 
 def checkpoint(work, format, args):
@@ -256,7 +240,7 @@ def loop(format, model, sampler, args):
     sampler.push(slot)
     phases = []
     for step in range(args.steps):
-        sampled, (tokens, _, ids) = timed(lambda: sampler.sample(args.group, args.new))
+        sampled, (tokens, _, ids) = ms(lambda: sampler.sample(args.group, args.new))
         reward = (tokens[:, len(PROMPT) :] < BELOW).float().mean(1)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
 
@@ -264,10 +248,10 @@ def loop(format, model, sampler, args):
             with mt.replay_routing(model, ids):
                 (-(advantage[:, None] * trained(model, tokens)).mean()).backward()
 
-        took = {"sample": sampled, "backward": timed(backward)[0]}
-        took["optimizer"] = timed(optimizer.step)[0]
+        took = {"sample": sampled, "backward": ms(backward)[0]}
+        took["optimizer"] = ms(optimizer.step)[0]
         optimizer.zero_grad()
-        took["update"], _ = timed(lambda: sampler.push(slot))
+        took["update"], _ = ms(lambda: sampler.push(slot))
         phases.append(took)
         yield {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
     medians = {f"{key}_ms": statistics.median(p[key] for p in phases) for key in phases[0]}
@@ -294,7 +278,7 @@ def without_weights(args):
     shape = replace(shape, layers=args.layers or shape.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(engine_model.settings(shape)))
-    return Vllm(folder, args, load_format="dummy"), Factors(shape)
+    return Vllm(folder, args, load_format="dummy"), random_slot(shape)
 
 
 def one(format, args):
@@ -304,7 +288,7 @@ def one(format, args):
     if format == "send":
         folder, plain = checkpoint(args.work, "bf16", args)
         sampler, model = Vllm(folder, args, lora=False), trainer(plain)
-        took = [timed(lambda: sampler.send(model))[0] for _ in range(2)]
+        took = [ms(lambda: sampler.send(model))[0] for _ in range(2)]
         sent = sum(p.nbytes for p in model.parameters()) / 2**20
         row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
         yield row | {"mib": sent, "ms": took[-1]}
@@ -318,43 +302,45 @@ def one(format, args):
     yield from loop(format, model, sampler, args)
 
 
+def cases(args, failed):
+    """Cases of all formats, as they are measured; names of formats that fail go to `failed`."""
+    if len(args.formats) == 1:
+        yield from one(args.formats[0], args)
+        return
+    for format in args.formats:  # an engine does not give back a GPU
+        for case in apart(one, [(format, args)]):
+            if "error" in case:
+                failed.append(format)
+            else:
+                yield case
+
+
 def parsed(argv):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b")
-    p.add_argument("--layers", type=int, default=0, help="(default: the preset's)")
-    p.add_argument(
-        "--formats", default="bf16,fp8", help="of the sampler; send; updates (default: %(default)s)"
+    p = parser(
+        __doc__,
+        layers=(0, "of the model; 0: the preset's"),
+        formats=(["bf16", "fp8"], "of the sampler; send; updates"),
+        steps=20,
+        group=(128, "answers of a step"),
+        new=(32, "tokens of an answer"),
+        every=(0.3, "seconds between updates under load"),
+        memory=(0.45, "vLLM's gpu_memory_utilization"),
     )
-    p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm")
-    p.add_argument("--steps", type=int, default=20)
-    p.add_argument("--group", type=int, default=128, help="answers of a step")
-    p.add_argument("--new", type=int, default=32, help="tokens of an answer")
-    p.add_argument("--every", type=float, default=0.3, help="seconds between updates under load")
-    p.add_argument("--memory", type=float, default=0.45, help="vLLM's gpu_memory_utilization")
+    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
+    p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm", help="of answers")
     p.add_argument("--work", type=pathlib.Path, help="folder for checkpoints, kept")
-    p.add_argument("--out", type=pathlib.Path, required=True, help="result file")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.out is None:
+        p.error("--out names the result file")
+    results.check_writable("--out", args.out)
+    return args
 
 
 def main(argv=None):
-    args = parsed(argv)
-    results.check_writable("--out", args.out)
-    cases, formats, failed = [], args.formats.split(","), []
+    args, failed = parsed(argv), []
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or pathlib.Path(folder)
-        for case in one(formats[0], args) if len(formats) == 1 else ():
-            print(case, flush=True)
-            cases.append(case)
-            results.write(args.out, cases)  # what follows may fail
-        for format in formats if len(formats) > 1 else ():  # an engine does not give back a GPU
-            part = pathlib.Path(folder) / f"{format}.json"
-            words = [*(argv or sys.argv[1:]), "--formats", format, "--out", str(part)]
-            words += ["--work", str(args.work)]
-            if subprocess.run([sys.executable, "-m", "benchmarks.rl_loop", *words]).returncode:
-                failed.append(format)
-            if part.exists():
-                cases += results.read(part)[1]
-                results.write(args.out, cases)
+        report(cases(args, failed), args.out)
     if failed:
         print(f"failed: {', '.join(failed)}; {args.out} has what they had done", file=sys.stderr)
     return bool(failed)

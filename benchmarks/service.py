@@ -10,18 +10,16 @@ swapped   its one slot: an adapter leaves with its optimizer as the next one com
 peft      PEFT and transformers' experts, and AdamW: the same swap, from and to pinned memory
 """
 
-import argparse
-import gc
 import statistics
 import sys
-import time
-from dataclasses import replace
 
 import torch
 
 from benchmarks import ROOT
 from benchmarks.engines import engine_model
-from benchmarks.options import numbers, words
+from benchmarks.gpu import free, timed
+from benchmarks.models import qwen3_moe
+from benchmarks.options import parser, report
 from moelora.bench import results
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -30,15 +28,7 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def made(args):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = replace(engine_model.PRESETS[args.preset], layers=args.layers)
-    settings = engine_model.settings(shape)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    torch.manual_seed(0)
-    with torch.device(engine_model.device()) as device:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return qwen3_moe(engine_model.PRESETS[args.preset], args.layers, engine_model.device())
 
 
 class Ours:
@@ -113,38 +103,38 @@ def measured(mode, clients, args):
     rows = torch.randint(3, engine_model.VOCAB, (clients, args.tokens), generator=draws).tolist()
     slots = clients if mode == "mixed" else 1
     one = Peft(args, clients) if mode == "peft" else Ours(args, clients, slots)
-    seconds, losses = [], []
-    for _ in range(args.rounds + 1):
-        start = time.perf_counter()
-        losses.append(one.round(rows))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    rounds = [timed(lambda: one.round(rows)) for _ in range(args.rounds + 1)]
+    seconds, losses = zip(*rounds, strict=True)
     row = {"topic": "service", "mode": mode, "clients": clients, "tokens": args.tokens}
     ms = 1e3 * statistics.median(seconds[1:])
     return row | {"ms": ms, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
-def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b")
-    p.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    p.add_argument("--clients", type=numbers, default="1,4,8,16", help="(default: %(default)s)")
-    p.add_argument("--modes", type=words, default="mixed,swapped,peft", help="the first is 1 ×")
-    p.add_argument("--tokens", type=int, default=256, help="of a client in a round")
-    p.add_argument("--rounds", type=int, default=3, help="after one that is not timed")
-    p.add_argument("--out", required=True, help="result file")
-    args = p.parse_args(argv)
-    results.check_writable("--out", args.out)
-    cases = []
+def cases(args):
+    """A case for each mode and number of clients, as it is measured."""
     for clients in args.clients:
+        first = None
         for mode in args.modes:
             case = measured(mode, clients, args)
-            first = next((c["ms"] for c in cases if c["clients"] == clients), case["ms"])
-            cases.append(case | {"ratio": case["ms"] / first})
-            print(cases[-1], flush=True)
-            gc.collect()
-            results.write(args.out, cases)
+            first = first or case["ms"]
+            yield case | {"ratio": case["ms"] / first}
+            free()
+
+
+def main(argv=None):
+    p = parser(
+        __doc__,
+        layers=4,
+        clients=([1, 4, 8, 16], "of a service"),
+        modes=(["mixed", "swapped", "peft"], "the first is 1 ×"),
+        tokens=(256, "of a client in a round"),
+        rounds=(3, "after one that is not timed"),
+    )
+    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
+    args = p.parse_args(argv)
+    if args.out:
+        results.check_writable("--out", args.out)
+    report(cases(args), args.out)
     return 0
 
 

@@ -28,7 +28,6 @@ by bitsandbytes) and calls torch._grouped_mm (`grouped_mm_us`).
 weights, on MXFP4 weights, and with eight tenants.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -36,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,24 +43,27 @@ import torch
 
 import moelora
 from benchmarks import grouped_mm
+from benchmarks.gpu import free
+from benchmarks.models import fan_in
+from benchmarks.options import parser, report, words
 from moelora import _C
-from moelora.bench import results
+from moelora.bench import cases, results
 from moelora.bench.formats import FORMATS
 from moelora.bench.machine import elapsed_ms, gpu_peaks
+from moelora.bench.shapes import MODELS, Model
 from moelora.reference import naive_fused_experts_lora_backward
 from moelora.reference.backward import TRAINED
 
-SHAPES = {  # experts, experts of a token, hidden, intermediate
-    "qwen3": (128, 8, 2048, 768),
-    "gptoss": (32, 4, 2880, 2880),
-    "glm45air": (128, 8, 4096, 1408),
-    "mixtral": (8, 2, 4096, 14336),
+SHAPES = {
+    "qwen3": MODELS["qwen3"],
+    "gptoss": replace(MODELS["gpt-oss-20b"], activation="silu", bias=False),  # as peers have it
+    "glm45air": MODELS["glm4.5-air"],
+    "mixtral": MODELS["mixtral"],
 }
 TOKENS = {"qwen3": (1024, 4096, 16384)}  # others: without the first
 NATIVE = {"activations": "native"}
 KINDS = {"fp8": ("fp8_block", {}), "w8a16": ("fp8_block", NATIVE)}  # others: as in FORMATS
-CHECKED = (16, 4, 512, 384)
-CHECKED_TOKENS = 384
+CHECKED, CHECKED_TOKENS = Model("checked", 16, 4, 512, 384), 384
 REPEATS, WARM_UP = 11, 3
 
 
@@ -86,60 +89,39 @@ def adapters_of(word):
     return Adapters(tuple(map(int, ranks.split("+"))), int(tenants or 1))
 
 
-def draw(shape, tokens, adapters, device="cuda", seed=0):
+def draw(model, tokens, adapters, device="cuda"):
     """(arguments of the layer, dout)"""
-    experts, top_k, hidden, inter = shape
-    ranks, tenants = adapters.ranks, adapters.tenants
-    rank = max(ranks)
-    make = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size, std=1.0, dtype=torch.bfloat16):
-        empty = torch.empty(size, dtype=dtype, device=device)
-        return empty.normal_(0, std, generator=make)
-
-    weights, ids = normal(tokens, experts, dtype=torch.float32).softmax(-1).topk(top_k)
-    at = (tenants, experts)
+    make = torch.Generator(device).manual_seed(0)
+    experts, hidden, inter = model.experts, model.hidden, model.intermediate
+    at, rank = (adapters.tenants, experts), max(adapters.ranks)
+    batch = cases.draw_batch(model, tokens, adapters.tenants, make)
     arguments = {
-        "hidden_states": normal(tokens, hidden),
-        "w13": normal(experts, 2 * inter, hidden, std=hidden**-0.5),
-        "w2": normal(experts, hidden, inter, std=inter**-0.5),
-        "topk_weights": weights / weights.sum(-1, keepdim=True),
-        "topk_ids": ids,
-        "token_lora_mapping": torch.randint(tenants, (tokens,), device=device, generator=make),
-        "w13_lora_a": normal(*at, rank, hidden, std=hidden**-0.5),
-        "w13_lora_b": normal(*at, 2 * inter, rank, std=rank**-0.5),
-        "w2_lora_a": normal(*at, rank, inter, std=inter**-0.5),
-        "w2_lora_b": normal(*at, hidden, rank, std=rank**-0.5),
-        "lora_scalings": torch.full((tenants,), 0.5, device=device),
+        "hidden_states": batch.x,
+        "w13": fan_in(make, experts, 2 * inter, hidden),
+        "w2": fan_in(make, experts, hidden, inter),
+        "topk_weights": batch.topk_weights,
+        "topk_ids": batch.topk_ids,
+        "token_lora_mapping": batch.mapping,
+        "w13_lora_a": fan_in(make, *at, rank, hidden),
+        "w13_lora_b": fan_in(make, *at, 2 * inter, rank),
+        "w2_lora_a": fan_in(make, *at, rank, inter),
+        "w2_lora_b": fan_in(make, *at, hidden, rank),
+        "lora_scalings": torch.full((adapters.tenants,), 0.5, device=device),
     }
-    if min(ranks) < rank:
-        arguments["lora_ranks"] = torch.tensor(ranks, dtype=torch.int32, device=device)
-    return arguments, normal(tokens, hidden)
+    if min(adapters.ranks) < rank:
+        ranks = torch.tensor(adapters.ranks, dtype=torch.int32, device=device)
+        arguments["lora_ranks"] = ranks
+    return arguments, cases.normal((tokens, hidden), 1.0, make)
 
 
-def kind_of(name):
-    """Of an item of --formats: (bf16 or a key of FORMATS, options of its packing)."""
-    return KINDS.get(name, (name, {}))
-
-
-def fits(kind, shape):
-    """Whether the blocks of a format divide the sizes of a layer."""
-    return kind == "bf16" or not any(size % FORMATS[kind].multiple for size in shape[2:])
-
-
-def quantize(arguments, kind, shape, **options):
-    """The arguments with random weights of a format."""
-    if kind == "bf16":
+def quantize(arguments, model, **options):
+    """The arguments with random weights of the model's format."""
+    if model.format is None:
         return arguments
-    experts, _, hidden, inter = shape
     make = torch.Generator(arguments["hidden_states"].device).manual_seed(1)
-    pack, draw_format = FORMATS[kind].pack, FORMATS[kind].draw
-    w13 = draw_format(experts, 2 * inter, hidden, make, torch.bfloat16)
-    w2 = draw_format(experts, hidden, inter, make, torch.bfloat16)
-    return arguments | {
-        "w13": pack(*w13, gate_up="concatenated", **options),
-        "w2": pack(*w2, **options),
-    }
+    drawn, pack = cases.draw_checkpoint(model, make), FORMATS[model.format].pack
+    w13 = pack(*drawn["w13"], gate_up=model.gate_up, **options)
+    return arguments | {"w13": w13, "w2": pack(*drawn["w2"], **options)}
 
 
 def count_pairs(arguments, adapters):
@@ -150,15 +132,14 @@ def count_pairs(arguments, adapters):
     return torch.bincount(pairs // experts, minlength=adapters.tenants).tolist()
 
 
-def bound(shape, tokens, adapters, pairs, peaks, bits=16):
-    """Least microseconds of a forward and a backward, with weights of `bits`.
+def bound(model, tokens, adapters, pairs, peaks):
+    """Least microseconds of a forward and a backward.
 
     Tenants have the same number of tokens, and `pairs` experts each.
     """
-    experts, top_k, hidden, inter = shape
-    rows = tokens * top_k
-    of_rank = 2 * hidden + 3 * inter
-    weights = min(experts, rows) * 3 * hidden * inter * bits / 8
+    hidden, inter, rows = model.hidden, model.intermediate, tokens * model.top_k
+    bits, of_rank = FORMATS[model.format].bits if model.format else 16, 2 * hidden + 3 * inter
+    weights = min(model.experts, rows) * 3 * hidden * inter * bits / 8
     lora = sum(n * rank for n, rank in zip(pairs, adapters.ranks, strict=True)) * of_rank * 2
     moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
     rank = statistics.mean(adapters.ranks)
@@ -196,9 +177,8 @@ def measure_memory(step):
 
     for leaf in step.leaves:
         leaf.grad = None
-    torch.cuda.synchronize()
+    free()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = step.forward()
     out.backward(step.dout)
@@ -216,13 +196,14 @@ def measure(call, flush):
     return statistics.median(times)
 
 
-def error_ratio(adapters, kind="bf16", device="cuda"):
+def error_ratio(adapters, format=None, device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
-    arguments, dout = draw(CHECKED, CHECKED_TOKENS, adapters, device)
-    options = NATIVE if kind == "fp8_block" else {}
+    model = replace(CHECKED, format=format)
+    arguments, dout = draw(model, CHECKED_TOKENS, adapters, device)
+    options = NATIVE if format == "fp8_block" else {}
     given = {n: v.clone() for n, v in arguments.items()}
-    ours = Step(quantize(given, kind, CHECKED, **options), dout)
-    if kind != "bf16":
+    ours = Step(quantize(given, model, **options), dout)
+    if format:
         arguments |= {n: ours.arguments[n].unpack() for n in ("w13", "w2")}
     ours.run()
     found = {n: ours.arguments[n].grad for n in TRAINED if n in arguments}
@@ -239,10 +220,10 @@ def error_ratio(adapters, kind="bf16", device="cuda"):
     return max(ratios)
 
 
-def measure_grouped_mm(step, kind, flush):
+def measure_grouped_mm(step, format, flush):
     """Microseconds of the same step that dequantizes and calls torch._grouped_mm."""
     arguments = step.arguments
-    if kind == "nf4":
+    if format == "nf4":
         arguments = arguments | {n: grouped_mm.BnbStack.like(arguments[n]) for n in ("w13", "w2")}
     other = Step(arguments, step.dout, grouped_mm.fused_experts_lora)
     for _ in range(WARM_UP):
@@ -250,18 +231,18 @@ def measure_grouped_mm(step, kind, flush):
     return measure(other.run, flush)
 
 
-def run_peers(directory, args):
+def run_peers(args):
     """Rows of bench_train.py, by (shape, tokens, rank, tenants, format)."""
-    out = Path(directory) / "moelora"
-    ranks = [word.partition("x")[0] for word in args.ranks.split(",")]
-    ranks = ",".join(dict.fromkeys(word for word in ranks if "+" not in word))
+    out = Path(args.peers) / "moelora"
+    ranks = dict.fromkeys(word.partition("x")[0] for word in args.ranks if "+" not in word)
     if not ranks:
         return {}  # peers have no mixed ranks
-    words = [sys.executable, "bench_train.py", "--out", str(out.resolve()), "--name", "peers.json"]
-    words += ["--shapes", args.shapes, "--ranks", ranks, "--budget-s", str(args.peers_s)]
-    words += ["--tokens", args.tokens] if args.tokens else []
-    words += ["--peers", args.peer_names] if args.peer_names else []
-    subprocess.run(words, cwd=directory, check=False, timeout=args.peers_s + 120)
+    options = {"out": out.resolve(), "name": "peers.json", "budget-s": args.peers_s}
+    lists = {"shapes": args.shapes, "ranks": ranks, "tokens": args.tokens, "peers": args.peer_names}
+    options |= {name: ",".join(map(str, values)) for name, values in lists.items() if values}
+    command = [sys.executable, "bench_train.py"]
+    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    subprocess.run(command, cwd=args.peers, check=False, timeout=args.peers_s + 120)
     rows = {}
     for case in json.loads((out / "peers.json").read_text())["cases"]:
         if case.get("ok"):
@@ -272,81 +253,77 @@ def run_peers(directory, args):
     return rows
 
 
-def cases_of(args, kind):
-    """(name of a shape, tokens) that a format's blocks divide."""
-    for name in args.shapes.split(","):
-        tokens = [int(t) for t in args.tokens.split(",")] if args.tokens else None
-        if fits(kind, SHAPES[name]):
-            yield from ((name, t) for t in tokens or TOKENS.get(name, (4096, 16384)))
-
-
-def measure_case(name, tokens, adapters, format_name, peaks, flush):
-    """A row of the result file without its errors and peers, and the step."""
-    shape, (kind, options) = SHAPES[name], kind_of(format_name)
-    bits = 16 if kind == "bf16" else FORMATS[kind].bits
-    arguments, dout = draw(shape, tokens, adapters)
+def measure_case(model, tokens, adapters, options, peaks, flush):
+    """What a row has of a case's step, and the step."""
+    arguments, dout = draw(model, tokens, adapters)
     pairs = count_pairs(arguments, adapters)
-    step = Step(quantize(arguments, kind, shape, **options), dout)
+    step = Step(quantize(arguments, model, **options), dout)
     del arguments  # frees the 16-bit weights
     for _ in range(WARM_UP):
         step.run()
     peak, saved = measure_memory(step)
-    limit = bound(shape, tokens, adapters, pairs, peaks, bits)
+    limit = bound(model, tokens, adapters, pairs, peaks)
     both = measure(step.run, flush)
     plan = _C.last_plan()
     forward = measure(step.forward, flush)
-    row = {"shape": name, "tokens": tokens, "rank": adapters.name, "tenants": adapters.tenants}
-    row |= {"format": format_name, "ours_us": round(both, 1), "ours_fwd_us": round(forward, 1)}
+    row = {"ours_us": round(both, 1), "ours_fwd_us": round(forward, 1)}
     row |= {"bound_us": round(limit, 1), "share": round(limit / both, 3), "pairs": sum(pairs)}
     row |= {"peak_mib": round(peak, 1), "saved_mib": round(saved, 1), "plan": plan, "peers": {}}
     return row, step
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default="")
-    parser.add_argument("--ranks", default="16,64", help="RANK[+RANK...][xTENANTS], several")
-    names = ", ".join(("bf16", *KINDS, *FORMATS))
-    parser.add_argument("--formats", default="bf16", help=names)
-    parser.add_argument("--deadline-s", type=float, help="begin no case later than that")
-    parser.add_argument("--grouped-mm", action="store_true", help="and time it, of one tenant")
-    parser.add_argument("--peers", help="a folder with bench_train.py")
-    parser.add_argument("--peer-names", default="", help="some of them")
-    parser.add_argument("--peers-s", default=500.0, type=float, help="seconds for them")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args(argv)
-    begun = time.monotonic()
+def rows(args):
+    """Rows without peers, as they are measured."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    rows, ratios, peaks = [], {}, gpu_peaks()
-    words = itertools.product(args.ranks.split(","), args.formats.split(","))
-    for word, format_name in words:
-        adapters, (kind, _) = adapters_of(word), kind_of(format_name)
-        for name, tokens in cases_of(args, kind):
-            if args.deadline_s and time.monotonic() - begun > args.deadline_s:
-                print(f"out of time before {name} {tokens} {word} {format_name}", flush=True)
+    ratios, peaks, end = {}, gpu_peaks(), time.monotonic() + args.deadline_s
+    for word, name, shape in itertools.product(args.ranks, args.formats, args.shapes):
+        adapters, model = adapters_of(word), SHAPES[shape]
+        format, options = KINDS.get(name, (name, {}))
+        if format != "bf16":
+            if math.gcd(model.hidden, model.intermediate) % FORMATS[format].multiple:
                 continue
-            if (adapters, kind) not in ratios:
-                ratios[adapters, kind] = round(error_ratio(adapters, kind), 3)
-            row, step = measure_case(name, tokens, adapters, format_name, peaks, flush)
-            row["max_err_ratio"] = ratios[adapters, kind]
+            model = model.quantized(format)
+        for tokens in args.tokens or TOKENS.get(shape, (4096, 16384)):
+            case = {"shape": shape, "tokens": tokens, "rank": adapters.name}
+            case |= {"tenants": adapters.tenants, "format": name}
+            if time.monotonic() > end:
+                print("out of time before", case, flush=True)
+                continue
+            key = adapters, model.format
+            if key not in ratios:
+                ratios[key] = round(error_ratio(*key), 3)
+            row, step = measure_case(model, tokens, adapters, options, peaks, flush)
+            row["max_err_ratio"] = ratios[key]
             if args.grouped_mm and adapters.tenants == 1:
-                row["grouped_mm_us"] = round(measure_grouped_mm(step, kind, flush), 1)
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-            if args.out:
-                results.write(args.out, rows)
+                row["grouped_mm_us"] = round(measure_grouped_mm(step, model.format, flush), 1)
+            yield case | row
             del step
-            torch.cuda.empty_cache()
+            free()
+
+
+def main(argv=None):
+    p = parser(
+        __doc__,
+        shapes=([*SHAPES], "of layers"),
+        tokens=([], "in a batch; none: those of the pages"),
+        ranks=(["16", "64"], "RANK[+RANK...][xTENANTS], several"),
+        formats=(["bf16"], ", ".join(("bf16", *KINDS, *FORMATS))),
+        deadline_s=math.inf,
+        grouped_mm=(False, "and time it, of one tenant"),
+        peers_s=(500.0, "seconds for peers"),
+    )
+    p.add_argument("--peers", help="a folder with bench_train.py")
+    p.add_argument("--peer-names", type=words, help="some of them")
+    args = p.parse_args(argv)
+    measured = report(rows(args), args.out)
     if args.peers:
-        del flush
-        torch.cuda.empty_cache()
-        found = run_peers(args.peers, args)
-        for row in rows:
+        free()
+        found = run_peers(args)
+        for row in measured:
             key = tuple(row[n] for n in ("shape", "tokens", "rank", "tenants", "format"))
             row["peers"] = found.get(key, {})
         if args.out:
-            results.write(args.out, rows)
+            results.write(args.out, measured)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,9 @@ a mode works, not a measurement of it.
 
 import argparse
 import itertools
-import multiprocessing
 import os
-import queue
 import statistics
-import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,9 +29,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 
-from moelora.bench import results
+from benchmarks import ROOT
+from benchmarks.gpu import free, timed, wait
+from benchmarks.options import parser, report
+from benchmarks.processes import apart
 
-DEMO = Path(__file__).resolve().parents[1] / "examples/demo_model"
+DEMO = ROOT / "examples/demo_model"
 MODES = ("alone", "ddp", "fsdp2", "ep", "tp", "tp+ep")
 ONE_BATCH = ("tp", "tp+ep")
 QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
@@ -121,18 +121,13 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
+        wait()
 
     seconds = []
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    free()
     for _ in range(WARM_UP + args.steps):
         dist.barrier()
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(step)[0])
     row = {"seconds": seconds[WARM_UP:]}
     if cuda:
         row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
@@ -178,38 +173,20 @@ def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     )
 
 
-def work(rank: int, case: dict, port: int, args: argparse.Namespace, answers) -> None:
+def work(rank: int, case: dict, port: int, args: argparse.Namespace) -> Iterator[dict]:
     """One process of a case."""
     gpus = torch.cuda.device_count()
     names = {"RANK": rank, "LOCAL_RANK": rank % gpus if gpus else rank, "MASTER_PORT": port}
     names |= {"WORLD_SIZE": case["world"], "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in names.items()}
-    try:
-        row = measure(rank, case, args)
-    except Exception as error:
-        traceback.print_exc()
-        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    answers.put(row)
+    yield measure(rank, case, args)
 
 
 def run(case: dict, args: argparse.Namespace) -> dict:
-    """A row, by processes of its own."""
-    context = multiprocessing.get_context(args.start)
-    context.set_forkserver_preload(PRELOAD)
-    answers = context.Queue()
-    words = case, get_free_port(), args, answers
-    processes = [context.Process(target=work, args=(n, *words)) for n in range(case["world"])]
-    for process in processes:
-        process.start()
-    found, until = [], time.monotonic() + args.seconds
-    while len(found) < len(processes) and not (found and "error" in found[-1]):
-        try:
-            found.append(answers.get(timeout=max(0.0, until - time.monotonic())))
-        except queue.Empty:
-            found.append({"error": f"stopped after {args.seconds:.0f} s"})
-    for process in processes:
-        process.kill()
-        process.join()
+    """What a row has of a case's processes."""
+    port = get_free_port()
+    each = [(rank, case, port, args) for rank in range(case["world"])]
+    found = list(apart(work, each, args.seconds, PRELOAD))
     if "error" in found[-1]:
         return found[-1]
     seconds = statistics.median(map(max, zip(*(row["seconds"] for row in found), strict=True)))
@@ -218,43 +195,43 @@ def run(case: dict, args: argparse.Namespace) -> dict:
     return row | {n: [each[n] for each in found] for n in names if n in found[0]}
 
 
-def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--world", type=int, required=True, help="processes, one for each GPU")
-    parser.add_argument("--model", default=str(DEMO), help="folder or id, or Qwen3-30B-A3B")
-    parser.add_argument("--layers", type=int, help="that many, with random weights")
-    parser.add_argument("--batch", type=int, default=4, help="rows of a step for each GPU")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--engines", default="moelora", help="moelora, peft, or both")
-    parser.add_argument("--formats", default="bf16,mxfp4", help="of experts")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--seconds", type=float, default=120, help="for a mode")
-    parser.add_argument("--start", default="forkserver", choices=("forkserver", "spawn"))
-    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
-    parser.add_argument("--out", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
-    # libgomp reads it as torch loads it: threads of processes that share cores must not spin.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    rows, alone = [], {}
-    sizes = {"model": Path(args.model).name, "layers": args.layers}
+def rows(args: argparse.Namespace) -> Iterator[dict]:
+    """A row for each case, as it is measured."""
+    alone: dict = {}
+    sizes = {"model": Path(args.model).name, "layers": args.layers or None}
     sizes |= {"rank": RANK, "tokens": args.batch * args.length}
-    lists = [words.split(",") for words in (args.engines, args.formats, args.modes)]
-    for engine, format, mode in itertools.product(*lists):
+    for engine, format, mode in itertools.product(args.engines, args.formats, args.modes):
         if format != "bf16" and (engine != "moelora" or mode not in QUANTIZED):
             continue
         world = 1 if mode == "alone" else args.world
         case = {"engine": engine, "format": format, "mode": mode, "world": world}
-        begin = time.monotonic()
         row = case | sizes | run(case, args)
         alone.setdefault((engine, format), row.get("tokens_per_s") if mode == "alone" else None)
         if "error" not in row and alone[engine, format]:
             row["of_alone"] = round(row["tokens_per_s"] / alone[engine, format], 3)
-        rows.append(row)
-        print(row, f"({time.monotonic() - begin:.0f} s)", flush=True)
-        if args.out:
-            results.write(args.out, rows)
+        yield row
+
+
+def main(argv=None) -> None:
+    p = parser(
+        __doc__,
+        model=(str(DEMO), "folder or id, or Qwen3-30B-A3B"),
+        layers=(0, "that many, with random weights; 0: the model's"),
+        batch=(4, "rows of a step for each GPU"),
+        length=1024,
+        steps=6,
+        engines=(["moelora"], "moelora, peft, or both"),
+        formats=(["bf16", "mxfp4"], "of experts"),
+        modes=([*MODES], "ways to share a model"),
+        seconds=(120.0, "for a mode"),
+    )
+    p.add_argument("--world", type=int, required=True, help="processes, one for each GPU")
+    p.add_argument("--traces", type=Path, metavar="FOLDER", help="of the first process")
+    args = p.parse_args(argv)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA starts in the forked processes alone
+    # libgomp reads it as torch loads it: threads of processes that share cores must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    report(rows(args), args.out)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,14 @@ import argparse
 import contextlib
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 import transformers
 
 import moelora.integrations.transformers as mt
-from benchmarks.churn.decoder import factors
-from benchmarks.engines import engine_model
 from benchmarks.engines.engine_model import PRESETS
-from benchmarks.graphs import capture, wait
+from benchmarks.gpu import capture, free, wait
+from benchmarks.models import factors, qwen3_moe
 from moelora.bench import results
 
 ADAPTERS = ("a", "b", "c", "d")
@@ -40,15 +38,6 @@ PARTS = {
     "experts": ("experts",),
 }
 WHAT = ("base", "loaded", *PARTS, "peft", "base")
-
-
-def make_model(shape, layers, device, dtype):
-    settings = engine_model.settings(replace(shape, layers=layers)) | {"eos_token_id": None}
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = transformers.Qwen3MoeConfig(**settings)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
 
 
 def load(model, parts, rank):
@@ -104,11 +93,11 @@ def timed(steps, runs, device):
     for run in range(runs + 1):
         for mode, call in calls.items():
             steps.rewind()
-            wait(device)
+            wait()
             start = time.perf_counter()
             for _ in range(steps.steps):
                 call()
-            wait(device)
+            wait()
             if run:
                 found[mode].append((time.perf_counter() - start) / steps.steps * 1e6)
     return found
@@ -137,9 +126,9 @@ def wrapped_by_peft(model, rank, implementation):
 
 
 def measure(args):
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     shape = PRESETS[args.preset]
-    model = make_model(shape, args.layers, args.device, dtype)
+    model = qwen3_moe(shape, args.layers, args.device, eos_token_id=None)
+    model = model.eval().requires_grad_(False)
     implementation = model.config._experts_implementation
     mt.enable(model)
     cases, base = [], {}
@@ -167,8 +156,7 @@ def measure(args):
             cases.append(case)
             print(f"{what:10} {mode:8} {median:10.1f} us  {case['ratio']:.3f} of base", flush=True)
         del steps
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free()
     return cases
 
 

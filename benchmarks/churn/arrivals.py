@@ -10,13 +10,15 @@ prefilled between two decode steps of all that run: the first in the queue whose
     blocking   the loop brings the adapter of the first request, and waits for it
 """
 
-import itertools
 import random
 import statistics
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from benchmarks.churn.decoder import VOCAB, Decoder, new_pool
+from benchmarks.gpu import free
+from benchmarks.models import factors
 from moelora.adapters import NoSlot
 
 POLICIES = ("resident", "ahead", "blocking")
@@ -116,21 +118,40 @@ class Loop:
                 self.rows[row] = None
 
 
-def percentile(numbers, share):
-    ordered = sorted(numbers)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def measure(shape, args):
+    """A case for each policy, as it is measured; ratios are over the first one."""
+    decoder = Decoder(shape, args.layers, args.rows, args.prompt + args.new + 1, args.device)
+    first = None
+    for policy in args.policies:
+        case = measure_policy(policy, decoder, args)
+        free()
+        first = first or case
+        for field in ("ttft_ms", "ttft_p95_ms", "tok_s"):
+            case[f"{field}_ratio"] = round(case[field] / first[field], 3)
+        yield case
 
 
-def measure(decoder, make_pool, names, policy, args):
+def filled_pool(slots, decoder, args):
+    """(a pool that knows all adapters, their names); the most frequent ones are in its slots."""
+    names = [f"lora{n}-r{args.ranks[n % 2]}" for n in range(args.adapters)]
+    sizes = args.layers, slots, max(args.ranks), args.device
+    pool = new_pool(decoder.shape, *sizes, host=len(names))
+    for number, name in enumerate(names):
+        state, config = factors(pool, args.ranks[number % 2], number)
+        pool.register(name, state, config=config)
+    for name in names[:slots]:
+        pool.lookup(name)
+    return pool, names
+
+
+def measure_policy(policy, decoder, args):
     """A case: times to the first token at `--rate`, tokens per second of all at once."""
-    pool = make_pool(policy)
+    slots = args.adapters if policy == "resident" else args.slots
+    pool, names = filled_pool(slots, decoder, args)
     decoder.use(pool)
-    slots = pool.max_loras
-    for name in itertools.islice(names, slots):
-        pool.lookup(name)  # the most frequent ones are there
 
     def go(count, rate, seed):
-        made = requests(count, rate, names, args.prompt, args.new, args.vocab, seed)
+        made = requests(count, rate, names, args.prompt, args.new, VOCAB, seed)
         loop = Loop(decoder, pool, policy)
         return made, loop.run(made), loop
 
@@ -142,13 +163,21 @@ def measure(decoder, make_pool, names, policy, args):
     _, seconds, _ = go(args.requests, None, 3)
     case = {"topic": "arrivals", "policy": policy, "slots": slots, "adapters": len(names)}
     case |= {"requests": len(made), "rate": args.rate, "absent": len(absent)}
-    case |= {"ttft_ms": round(statistics.median(waits), 2)}
-    case |= {"ttft_p95_ms": round(percentile(waits, 0.95), 2)}
-    case |= {"ttft_present_ms": round(statistics.median(present), 2) if present else None}
-    case |= {"ttft_absent_ms": round(statistics.median(absent), 2) if absent else None}
-    case |= {"prefill_ms": round(1e3 * statistics.median(loop.prefills), 2)}
-    case |= {"step_ms": round(1e3 * statistics.median(loop.steps), 2) if loop.steps else None}
+    case |= {"ttft_ms": median(waits), "ttft_p95_ms": round(percentile(waits, 0.95), 2)}
+    case |= {"ttft_present_ms": median(present), "ttft_absent_ms": median(absent)}
+    case |= {"prefill_ms": median(1e3 * s for s in loop.prefills)}
+    case |= {"step_ms": median(1e3 * s for s in loop.steps)}
     case |= {"tok_s": round(len(made) * args.new / seconds, 1)}
     case |= {"host_gib": round(pool.host_bytes() / 2**30, 2)}
     case |= {"most_frequent": Counter(r.adapter for r in made).most_common(1)[0][1]}
     return case | {"waits_ms": [round(wait, 2) for wait in waits]}
+
+
+def median(numbers):
+    numbers = list(numbers)
+    return round(statistics.median(numbers), 2) if numbers else None
+
+
+def percentile(numbers, share):
+    ordered = sorted(numbers)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

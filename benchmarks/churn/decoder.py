@@ -4,62 +4,19 @@ Layers have attention over a static cache, and experts with the adapters of the 
 of all rows are one CUDA graph, captured once; rows without a request compute, too.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 
 import moelora
-from benchmarks.graphs import capture
+from benchmarks.gpu import capture
+from benchmarks.models import dtype_on, fan_in, layer_name, moe_layers
 
 VOCAB = 4096
 
 
-def layer_name(number):
-    return f"model.layers.{number}.mlp.experts"
-
-
-def moe_layers(shape, layers):
-    return [
-        moelora.MoELayer(layer_name(n), shape.experts, shape.hidden, shape.inter)
-        for n in range(layers)
-    ]
-
-
 def new_pool(shape, layers, slots, rank, device, **options):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    made = moe_layers(shape, layers)
-    return moelora.AdapterPool(
-        made, slots, rank, dtype=dtype, device=device, w13_slices=1, **options
-    )
-
-
-def factors(pool, rank, seed, layout="stacked"):
-    """A state dict of random factors on the pool's device, and its configuration.
-
-    `layout`: "stacked", (E, r, in) and (E, out, r), or "peft", that of `target_parameters`.
-    """
-    generator = torch.Generator(pool.device).manual_seed(seed)
-    state = {}
-
-    def put(key, *shape):
-        numbers = torch.randn(shape, generator=generator, device=pool.device, dtype=pool.dtype)
-        state[f"{key}.weight"] = numbers.mul_(0.02)
-
-    for name, layer in pool.layers.items():
-        e = layer.num_experts
-        for projection, inside in (("gate_up", ".base_layer"), ("down", "")):
-            wide, tall = layer.shape(projection)
-            if layout == "peft":
-                put(f"{name}{inside}.lora_A", e * rank, wide)
-                put(f"{name}{inside}.lora_B", tall, rank * e)
-            else:
-                put(f"{name}.{projection}_proj.lora_A", e, rank, wide)
-                put(f"{name}.{projection}_proj.lora_B", e, tall, rank)
-    for name, linear in pool.linears.items():
-        put(f"{name}.lora_A", rank, linear.in_features)
-        put(f"{name}.lora_B", linear.out_features, rank)
-    return state, {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    options |= {"dtype": dtype_on(device), "device": device, "w13_slices": 1}
+    return moelora.AdapterPool(moe_layers(shape, layers), slots, rank, **options)
 
 
 class Layer:
@@ -90,18 +47,18 @@ class Layer:
 
 
 class Decoder:
-    """A model with `rows` sequences of at most `length` tokens."""
+    """A model with `rows` sequences of at most `length` tokens; `shared`: one layer, so many times,
+    for pools of deep models, whose weights need not fit beside them."""
 
-    def __init__(self, shape, layers, rows, length, device):
+    def __init__(self, shape, layers, rows, length, device, shared=False):
         self.shape, self.rows, self.length, self.device = shape, rows, length, device
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*size):
-            numbers = torch.randn(size, generator=generator, device=device, dtype=dtype)
-            return numbers.div_(math.sqrt(size[-1]))
+            return fan_in(generator, *size, dtype=dtype_on(device))
 
-        self.layers = [Layer(shape, draw, rows, length) for _ in range(layers)]
+        made = [Layer(shape, draw, rows, length) for _ in range(1 if shared else layers)]
+        self.layers = made * layers if shared else made
         self.embedding, self.head = draw(VOCAB, shape.hidden), draw(VOCAB, shape.hidden)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)

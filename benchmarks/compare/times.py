@@ -17,6 +17,7 @@ csrc/core/plan_tile.c come from this. One that does not serve a layer has the pl
 """
 
 import hashlib
+import math
 import re
 import statistics
 import tempfile
@@ -155,6 +156,7 @@ def main(argv=None):
         routing="uniform",
         turns=8,
         budget_ms=5.0,
+        deadline_s=math.inf,
     )
     parser.add_argument("builds", nargs="+", help="NAME=MODULE[,VARIABLE=VALUE...]")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -1,0 +1,55 @@
+"""Work in processes of its own, which give a GPU back and whose failures are answers."""
+
+import multiprocessing
+import time
+import traceback
+from multiprocessing import connection
+
+
+def apart(work, arguments, seconds=86400.0, preload=()):
+    """Yield what the generators `work(*each)` yield, one process for each of `arguments`.
+
+    The last answer is {"error": why} if a process fails or ends, or after `seconds`. Processes that
+    still run are killed then. `preload`: modules that are imported once for all processes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    running, until = {}, time.monotonic() + seconds
+    for each in arguments:
+        pipe, end = context.Pipe(duplex=False)
+        running[pipe] = context.Process(target=_send, args=(end, work, each))
+        running[pipe].start()
+        end.close()
+    processes = list(running.values())
+    try:
+        while running:
+            ready = connection.wait(running, max(0.0, until - time.monotonic()))
+            for pipe in ready or [None]:
+                if (answer := _receive(pipe, seconds)) is None:
+                    del running[pipe]
+                    continue
+                yield answer
+                if "error" in answer:
+                    return
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _send(pipe, work, arguments):
+    try:
+        for answer in work(*arguments):
+            pipe.send(answer)
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    pipe.send(None)  # the last one
+
+
+def _receive(pipe, seconds):
+    """An answer of a pipe; None for the pipe if no process had one in time."""
+    try:
+        return pipe.recv() if pipe else {"error": f"stopped after {seconds:.0f} s"}
+    except EOFError:
+        return {"error": "a process ended before its work"}
