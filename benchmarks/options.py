@@ -53,13 +53,18 @@ def parser(doc, **defaults):
     return made
 
 
-def report(rows, out, /, **meta):
+def line(row):
+    """A row on a line; the file has all of its lists."""
+    return "  ".join(f"{name} {str(value)[:200]}" for name, value in row.items())
+
+
+def report(rows, out, shown=line, /, **meta):
     """Print rows as they come and write each at once, so that a run that is cut off leaves a file;
     returns them."""
     made = []
     for row in rows:
         made.append(row)
-        print("  ".join(f"{k} {str(v)[:200]}" for k, v in row.items()), flush=True)
+        print(shown(row), flush=True)
         if out:
             results.write(out, made, **meta)
     return made

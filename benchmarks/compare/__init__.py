@@ -1,1 +1,1 @@
-"""Compares builds, kernel variants and clocks on one machine: `python -m benchmarks.compare`."""
+"""Compares builds, and settings of one, on one machine: `python -m benchmarks.compare`."""

@@ -1,9 +1,8 @@
-"""Builds, kernel variants and clocks on the same layers, and builds without running them.
+"""Builds and kernel variants on the same layers, their bits in tests, and their machine code.
 
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
-    python -m benchmarks.compare bits before=../before after=. --device cpu
+    python -m benchmarks.compare bits before=../before after=.
     python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a
-    python -m benchmarks.compare power --models qwen3 --tokens 4096
 
 `--help` after any of them. Two result files: `moelora bench compare before.json after.json`.
 """
@@ -11,7 +10,7 @@
 import importlib
 import sys
 
-COMMANDS = ("times", "bits", "machine-code", "power")
+COMMANDS = ("times", "bits", "machine-code")
 
 
 def main(argv=None):

@@ -3,7 +3,7 @@
     python -m benchmarks.compare bits before=/tmp/before/_C.abi3.so after=moelora/_C.abi3.so
     python -m benchmarks.compare bits before=../before after=. -- tests/operators -m gpu -k layer
 
-A build is an extension module or a checkout (processes.py). Each runs the same tests of this
+A build is an extension module or a checkout (builds.py). Each runs the same tests of this
 repository, by default those of operators, formats and training, in a process of its own, in which
 uninitialized memory holds known bytes (recorder.py). What differs is listed: the test, the call in
 it, how many elements and the largest difference; the exit status is 1. A test that fails with the
@@ -24,7 +24,7 @@ import tempfile
 import torch
 
 from benchmarks import ROOT
-from benchmarks.compare.processes import prepare
+from benchmarks.compare.builds import prepare
 
 TESTS = ("tests/operators", "tests/formats", "tests/training")
 PERTURB = str(0x7F ^ 0xFF)  # glibc wants the byte of recorder.py inverted

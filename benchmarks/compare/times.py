@@ -5,44 +5,59 @@
     python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
     python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
+    python -m benchmarks.compare times drawn=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2
+    python -m benchmarks.compare times ours=. theirs=.,DEEPGEMM=1 --part w2 --models qwen3@fp8_block
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
-(processes.py). Each has a process of its own that holds the layer. They take turns,
-forwards and backwards, so that all meet the same clocks and neighbors; times are medians of the
-turns, and percentages compare with the first build. The same module twice shows the noise.
-`--part` takes the delta of one projection instead of the layer. `--variants` adds the first build
-with each kernel variant of projections and whole layers forced, beside its plan: the tables of
-csrc/core/plan_tile.c come from this. One that does not serve a layer has the plan's time.
+(builds.py). Each has a process of its own that holds the layer. They take turns, forwards and
+backwards, so that all meet the same clocks and neighbors; times are medians of the turns, and
+percentages compare with the first build. The same module twice shows the noise.
+
+`--part` takes the delta of one projection instead of the layer, or its base product (w13, w2): with
+DEEPGEMM=1 that of an installed DeepGEMM. `--variants` adds the first build with each kernel variant
+of projections and whole layers forced, beside its plan: the tables of csrc/core/plan_tile.c come
+from this. One that does not serve a layer has the plan's time.
+
+`--watts`: turns of --budget-ms after a pause, with microseconds at first and later, clock, watts,
+joules of a call, what held the clock down, and microseconds of each kernel. With ZEROS=1 tokens are
+zeros: the same instructions and bytes, but hardly any bit that changes. What zeros make faster,
+power makes slow. A difference that cycles (microseconds times MHz) have, too, is the schedule's;
+one that only joules have is energy's.
+
 `python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
 import hashlib
 import math
+import os
 import re
 import statistics
-import tempfile
 import time
 
 import torch
 
 import moelora
-from benchmarks import options
-from benchmarks.compare.processes import Build
-from moelora.bench import cases, harness, results, shapes, timing
+from benchmarks import gpu, options
+from benchmarks.compare import power, products
+from benchmarks.compare.builds import started
+from moelora.bench import cases, harness, shapes, timing
 from moelora.bench.baselines.ours import Ours
+from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
 from moelora.commands.tune import candidates
 
 ROLES = "gemm", "decode"
 DELTAS = {"gate_up": moelora.moe_lora_gate_up_delta, "down": moelora.moe_lora_down_delta}
+PRODUCTS = ("w13", "w2")
 
 
 class Worker:
     """The process of one build."""
 
-    def __init__(self, device):
+    def __init__(self, device, watts):
         self.generator = torch.Generator(device)
         self.timer = timing.GraphTimer() if device == "cuda" else None
+        self.sampler = power.Sampler() if watts else None
         self.layer, self.batches, self.turns = None, [], {}
 
     def load(self, dtype, shape, ranks, adapters, tp):
@@ -54,34 +69,41 @@ class Worker:
         self.layer = Layer(model, dtype, [r for r in ranks if r], adapters, self.generator)
         return key
 
-    def draw(self, tokens, ranks, mix, routing, part="layer"):
-        """Batches and graphs of one case; a digest of each rank's first output."""
-        layer, self.turns = self.layer, {}
+    def draw(self, tokens, ranks, mix, routing, part):
+        """Batches and graphs of one case; {rank: (digest of its first output, microseconds of its
+        kernels)}."""
+        layer, self.turns, found = self.layer, {}, {}
         self.generator.manual_seed(2)
         batches = harness.draw_batches(layer, tokens, self.generator, mix, routing)
+        for batch in batches if "ZEROS" in os.environ else ():
+            batch.x.zero_()
         self.batches = batches  # graphs read them
         moved = cases.work(layer.model, batches[0])[1]
         calls = timing.calls_in_graph(len(batches), moved) if self.timer else 1
-        digests = {}
+        run = self.part(part, tokens)
         for rank in ranks:
-            call = timing.on(batches, self.part(part, tokens), rank)
+            call = timing.on(batches, run, rank)
             bits = call(0).cpu().view(torch.uint8)
-            digests[rank] = hashlib.sha1(bits.numpy()).hexdigest()
+            kernels = kernels_us(lambda call=call: call(0)) if self.sampler else {}
+            found[rank] = hashlib.sha1(bits.numpy()).hexdigest(), kernels
             rotation = [lambda i=i, call=call: call(i % len(batches)) for i in range(calls)]
             replay = self.timer.capture(rotation).replay if self.timer else rotation[0]
             self.turns[rank] = replay, calls
-        return digests
+        return found
 
     def part(self, name, tokens):
-        """A function of a batch and a rank: the layer, or the delta of one of its projections."""
+        """A function of a batch and a rank: the layer, or a part of one of its projections."""
         layer = self.layer
         if name == "layer":
             return Ours(layer).run
         shape = (tokens * layer.model.top_k, layer.model.intermediate)
         h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
+        if "ZEROS" in os.environ:
+            h.zero_()
+        down = name in ("down", "w2")
 
         def delta(b, rank):
-            f, down = layer.stacks[rank], name == "down"
+            f = layer.stacks[rank]
             return DELTAS[name](
                 *(h if down else b.x, b.topk_weights, b.topk_ids),
                 token_lora_mapping=b.mapping,
@@ -90,58 +112,98 @@ class Worker:
                 mul_routed_weight=down,
             )
 
-        return delta
+        return delta if name in DELTAS else self.product(name, h)
+
+    def product(self, name, h):
+        """A function of a batch: one projection without activation, adapters and sum."""
+        layer = self.layer
+        w = getattr(layer, name)
+        if layer.model.format:  # a layer's own w13 has another order
+            pack, dtype = FORMATS[layer.model.format].pack, h.dtype
+            w = pack(*layer.checkpoint[name], dtype=dtype)
+
+        def ours(b, rank=0):
+            x = h if name == "w2" else b.x
+            return moelora.fused_moe_lora_gemm(x, w, b.topk_weights, b.topk_ids)
+
+        if "DEEPGEMM" not in os.environ:
+            return ours
+        if layer.model.format != "fp8_block":
+            raise ValueError("DEEPGEMM=1 is for models@fp8_block")
+        theirs = {}
+        for b in self.batches:
+            x, reference = h if name == "w2" else b.x, ours(b).flatten(0, 1)
+            theirs[id(b)] = products.product(x, layer.checkpoint[name], b.topk_ids, reference)
+        return lambda b, rank: theirs[id(b)]()
 
     def turn(self, rank, budget_ms):
-        """Microseconds of a call."""
+        """Microseconds of a call, and what a sampler finds."""
         replay, calls = self.turns[rank]
+        if self.sampler:
+            return self.sampler.work(replay, calls, budget_ms * 1e-3)
         replay()
         took = []
         while len(took) < 2 or sum(took) < budget_ms * 1e-3:
-            self.synchronize()
-            start = time.perf_counter()
-            replay()
-            self.synchronize()
-            took.append(time.perf_counter() - start)
-        return 1e6 * statistics.median(took) / calls
+            took.append(gpu.timed(replay)[0])
+        return {"us": 1e6 * statistics.median(took) / calls}
 
-    def synchronize(self):
-        if self.timer:
-            torch.cuda.synchronize()
+
+def kernels_us(call, calls=5):
+    """{name: microseconds of a call} of its kernels."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    found = {e.key[:80]: e.device_time_total / calls for e in profile.key_averages()}
+    return {name: round(us, 1) for name, us in found.items() if us}
 
 
 def compare(builds, args):
-    """One row for each case and rank, printed as it is made."""
-    rows, end = [], time.monotonic() + args.deadline_s
-    for shape in args.models or [args.shape]:
+    """A row for each case and rank, as it is made."""
+    end = time.monotonic() + args.deadline_s
+    for shape in args.models:
         layer = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters, "tp": args.tp}
         (model,) = {build.ask("load", dtype=args.dtype, **layer) for build in builds}
         for tokens in args.tokens:
             if time.monotonic() > end:
-                return rows
-            case = {name: getattr(args, name) for name in ("mix", "routing", "part")}
-            case["tokens"] = tokens
-            digests = [build.ask("draw", ranks=args.ranks, **case) for build in builds]
+                return
+            case = {name: getattr(args, name) for name in ("mix", "routing", "part", "ranks")}
+            drawn = [build.ask("draw", tokens=tokens, **case) for build in builds]
             for rank in args.ranks:
                 turns = {build.name: [] for build in builds}
                 for i in range(args.turns):
                     for build in builds if i % 2 == 0 else reversed(builds):
-                        us = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
-                        turns[build.name].append(us)
+                        turn = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
+                        turns[build.name].append(turn)
+                merged = {name: merge(found) for name, found in turns.items()}
+                digests, kernels = zip(*(each[str(rank)] for each in drawn), strict=True)
                 row = {"model": model, "tokens": tokens, "rank": rank}
-                row["us"] = {name: round(statistics.median(t), 2) for name, t in turns.items()}
-                rows.append(row | {"same_bits": len({d[str(rank)] for d in digests}) == 1})
-                show(rows[-1])
-    return rows
+                for field in dict.fromkeys(field for turn in merged.values() for field in turn):
+                    row[field] = {name: turn.get(field) for name, turn in merged.items()}
+                if args.watts:
+                    row["kernels_us"] = dict(zip(turns, kernels, strict=True))
+                yield row | {"same_bits": len(set(digests)) == 1}
 
 
-def show(row):
+def merge(turns):
+    """Medians of numbers, and unions of lists."""
+    keys = dict.fromkeys(key for turn in turns for key in turn)
+    values = {key: [turn[key] for turn in turns if key in turn] for key in keys}
+    return {
+        key: sorted({*sum(v, [])}) if isinstance(v[0], list) else round(statistics.median(v), 4)
+        for key, v in values.items()
+    }
+
+
+def shown(row):
+    """A line of a row, with percentages."""
     first, *others = row["us"].items()
-    cells = [f"{first[0]} {first[1]:.1f} us"]
+    cells = [f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} {first[0]} {first[1]:.1f} us"]
     cells += [f"{name} {us:.1f} ({100 * (us / first[1] - 1):+.1f} %)" for name, us in others]
-    bits = "" if row["same_bits"] else "   other bits"
-    case = f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} "
-    print(case, "   ".join(cells) + bits, flush=True)
+    cells += [] if row["same_bits"] else ["other bits"]
+    fields = ("rested_us", "mhz", "watts", "joules", "limits")
+    return "   ".join(cells + [f"{field} {row[field]}" for field in fields if field in row])
 
 
 def main(argv=None):
@@ -157,31 +219,29 @@ def main(argv=None):
         turns=8,
         budget_ms=5.0,
         deadline_s=math.inf,
+        watts=(False, "and clocks and joules, of a GPU"),
     )
     parser.add_argument("builds", nargs="+", help="NAME=MODULE[,VARIABLE=VALUE...]")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of all builds")
+    parser.add_argument("--dtype", default="bf16", choices=cases.DTYPES, help="of activations")
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
     parser.add_argument("--variants", help="a regular expression of names")
-    parser.add_argument("--part", default="layer", choices=("layer", *DELTAS))
+    parts = ("layer", *DELTAS, *PRODUCTS)
+    parser.add_argument("--part", default="layer", choices=parts, help="of the layer")
     args = parser.parse_args(argv)
+    if args.watts and (args.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("clocks and watts are a GPU's, and torch finds none")
     if args.shape:
-        args.models = []
-    if args.part != "layer":
+        args.models = [args.shape]
+    if args.part in DELTAS:
         args.ranks = [rank for rank in args.ranks if rank]
+    if args.part in PRODUCTS:
+        args.ranks = [0]
     if args.variants is not None:
         module = args.builds[0].partition("=")[2]
         names = candidates(args.dtype, args.device, *ROLES)
         names = [name for name in names if re.search(args.variants, name)]
         args.builds += [f"{name}={module},MOELORA_FORCE_VARIANT={name}" for name in names]
-    with tempfile.TemporaryDirectory() as folder:
-        worker = "benchmarks.compare.times:Worker", args.device
-        builds = [Build(text, folder, *worker) for text in args.builds]
-        try:
-            rows = compare(builds, args)
-        finally:
-            for build in builds:
-                build.end()
-    if args.out:
-        results.write(args.out, rows)
+    with started(args.builds, "benchmarks.compare.times:Worker", args.device, args.watts) as builds:
+        options.report(compare(builds, args), args.out, shown)
     return 0

@@ -14,11 +14,11 @@ from conftest import needs_gpu
 import moelora
 from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, training
 from benchmarks import training_parallel as parallel
-from benchmarks.compare import bits, machine_code, power, products
+from benchmarks.compare import bits, machine_code, power, products, times
 from benchmarks.compare.__main__ import COMMANDS
 from moelora import _C
 from moelora.__main__ import main
-from moelora.bench import baselines, cases, machine, results, shapes
+from moelora.bench import baselines, machine, results, shapes
 from moelora.bench.layer import Layer
 
 RL = "--preset micro --layers 1 --sampler transformers --formats bf16 --group 4 --new 3 --steps 2"
@@ -29,7 +29,6 @@ CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 -
 CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
 WHOLE = "base loaded mixed attention experts peft base"
 gpu = (pytest.mark.gpu, needs_gpu)
-PRODUCTS = ("w13", "w2", "layer")
 SCRIPTS = [  # module, words, fields of its cases, their values
     (
         "benchmarks.layer",
@@ -52,16 +51,18 @@ SCRIPTS = [  # module, words, fields of its cases, their values
     ),
     pytest.param(
         "benchmarks.compare",
-        "power --models qwen3 --tokens 64 --ranks 16 --seconds 0.2",
+        f"times now={_C.__file__} --watts --models qwen3 --tokens 64 --ranks 16 --turns 1 "
+        "--budget-ms 200",
         "model tokens rank",
         [("qwen3", 64, 16)],
         marks=gpu,
     ),
     pytest.param(
         "benchmarks.compare",
-        "power --products --models qwen3 --tokens 64 --seconds 0.2 --turns 1",
-        "tokens product project",
-        [(64, product, who) for product in PRODUCTS for who in ("moelora", "deep_gemm")],
+        f"times now={_C.__file__} theirs={_C.__file__},DEEPGEMM=1 --part w13 --tokens 64 --turns 1 "
+        "--models qwen3@fp8_block",
+        "tokens rank same_bits",
+        [(64, 0, False)],
         marks=(*gpu, pytest.mark.skipif(not find_spec("deep_gemm"), reason="no DeepGEMM")),
     ),
     pytest.param(
@@ -248,23 +249,21 @@ class StandIn:
             out[rows] = (x[rows] @ w[expert].T).to(out.dtype)
 
 
-def outputs(out):
-    return out if isinstance(out, tuple) else (out,)
-
-
-def test_products_beside_deepgemm_are_the_same_products(monkeypatch):
+@pytest.mark.parametrize("name", times.PRODUCTS)
+def test_products_beside_deepgemm_are_the_same_products(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "deep_gemm", StandIn())
-    generator = torch.Generator().manual_seed(0)
-    model = shapes.Model("small", 4, 2, 256, 128).quantized(products.FORMAT)
-    of_layer = Layer(model, "bf16", [], 1, generator)
-    batch = cases.draw_batch(model, 170, 1, generator)
-    made = products.pairs(of_layer, batch, generator, products.DeepGemm())
-    assert [work // 340 for *_, work in made.values()] == [2 * 256 * n for n in (256, 128, 384)]
-    for calls, operands, error, _ in made.values():
-        assert error is None or error < 4e-3
-        for x in operands:
-            x.zero_()
-        assert not any(out.any() for call in calls.values() for out in outputs(call()))
+    monkeypatch.setenv("DEEPGEMM", "1")
+    worker = times.Worker("cpu", watts=False)
+    model = shapes.Model("small", 4, 2, 256, 128, format="fp8_block")
+    worker.layer = Layer(model, "bf16", [], 1, worker.generator)
+    worker.draw(170, [0], "many", "uniform", name)
+    assert worker.turn(0, 0.0)["us"] > 0 and worker.batches[0].x.any()
+    monkeypatch.setattr(products, "LARGEST", 2 * products.LARGEST)  # other numbers
+    with pytest.raises(RuntimeError, match="is off by"):
+        worker.draw(170, [0], "many", "uniform", name)
+    monkeypatch.setenv("ZEROS", "1")
+    worker.draw(170, [0], "many", "uniform", name)
+    assert not worker.batches[0].x.any()
 
 
 @pytest.mark.parametrize(
@@ -281,23 +280,15 @@ def test_what_nvidia_smi_says_of_power(line, known):
     assert sampler.since(1.0) == known and sampler.since(1.5) == {}
 
 
-def test_turns_of_products_become_a_row():
+def test_turns_of_a_build_become_a_row():
     turns = [{"mhz": 1400, "limits": ["power cap"]}, {"mhz": 1380, "limits": []}, {"mhz": 1500}]
-    assert power.merged(turns) == {"mhz": 1400, "limits": ["power cap"]}
+    assert times.merge(turns) == {"mhz": 1400, "limits": ["power cap"]}
 
 
-def test_power_is_refused_without_what_it_measures(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for words, said in (
-        ("--products", "clocks and watts are a GPU's, and torch finds none"),
-        ("--products --models qwen3@int4", "--products quantizes models to fp8_block"),
-    ):
-        with pytest.raises(SystemExit):
-            power.main(words.split())
-        assert f"error: {said}" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    with pytest.raises(ImportError, match="--products wants an installed DeepGEMM"):
-        products.DeepGemm()
+def test_watts_are_refused_without_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        times.main(["now=.", "--watts", "--device", "cpu"])
+    assert "error: clocks and watts are a GPU's" in capsys.readouterr().err
 
 
 # ---- machine code ----

@@ -8,11 +8,13 @@ Scripts run from this repository in every process; only what they import from `m
 build's.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 from benchmarks import ROOT
 
@@ -59,7 +61,7 @@ class Build:
     def __init__(self, text, folder, worker, *arguments):
         self.name = text.partition("=")[0]
         module, name = worker.split(":")
-        code = f"from benchmarks.compare.processes import serve; from {module} import {name}; "
+        code = f"from benchmarks.compare.builds import serve; from {module} import {name}; "
         code += f"serve({name}{arguments!r})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -78,6 +80,14 @@ class Build:
                 return json.loads(line[len(ANSWER) :])
         raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {do}, {more}")
 
-    def end(self):
-        self.process.kill()
-        self.process.wait()
+
+@contextlib.contextmanager
+def started(texts, worker, *arguments):
+    """Builds, whose processes end with the block."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        builds = []
+        for text in texts:
+            builds.append(Build(text, folder, worker, *arguments))
+            stack.enter_context(builds[-1].process)
+            stack.callback(builds[-1].process.kill)
+        yield builds
