@@ -1,11 +1,9 @@
 """Pytest plugin of `benchmarks.compare bits`: digests of what operators return and write in tests.
 
 Each process appends a line of JSON for each test to a file in the folder $MOELORA_DIGESTS: its id,
-whether it passed, and for each call of an operator its name and a digest of every tensor. If
-$MOELORA_KEEP is set, line N of process P has the tensors in P-N.pt.
+whether it passed, and for each call of an operator its name and a digest of every tensor.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FOLDER, KEEP = pathlib.Path(os.environ["MOELORA_DIGESTS"]), os.environ.get("MOELORA_KEEP")
+FOLDER = pathlib.Path(os.environ["MOELORA_DIGESTS"])
 # Uninitialized memory holds these bytes: large and finite in bfloat16 and float32, NaN in float16,
 # no index. On a CPU glibc fills it ($MALLOC_PERTURB_).
 POISON = 0x7F
@@ -24,6 +22,7 @@ POISONED = (1 << 28, 1 << 19, 1 << 19, 1 << 12)
 
 
 def digest(tensor):
+    tensor = tensor.detach().cpu().contiguous()
     bits = hashlib.sha1(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} {bits}"
 
@@ -37,7 +36,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.kept = [], []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name
@@ -51,24 +50,13 @@ class Recorder(TorchDispatchMode):
             places = zip(func._schema.arguments, args, strict=False)
             given = {a.name: value for a, value in places} | kwargs
             written = [a.name for a in func._schema.arguments if a.alias_info is not None]
-            tensors = [out, *(given.get(name) for name in written)]
-            self.record(name.removeprefix("moelora::"), tensors)
+            values = torch.utils._pytree.tree_leaves([out, *map(given.get, written)])
+            self.calls.append([name[len("moelora::") :], *map(digest, filter(is_real, values))])
         return out
-
-    def record(self, name, values):
-        flat = torch.utils._pytree.tree_leaves(values)
-        tensors = [t.detach().cpu().contiguous().clone() for t in flat if is_real(t)]
-        self.calls.append([name, *map(digest, tensors)])
-        if KEEP:
-            self.kept.append(tensors)
-
-
-lines = 0
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    global lines
     recorder, passed = Recorder(), False
     try:
         with recorder:
@@ -78,10 +66,6 @@ def pytest_runtest_call(item):
     finally:
         if recorder.calls:
             line = {"test": item.nodeid, "passed": passed, "calls": recorder.calls}
-            with contextlib.suppress(FileExistsError):
-                FOLDER.mkdir(parents=True)
+            FOLDER.mkdir(parents=True, exist_ok=True)
             with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
                 print(json.dumps(line), file=file)
-            if KEEP:
-                torch.save(recorder.kept, FOLDER / f"{os.getpid()}-{lines}.pt")
-            lines += 1
