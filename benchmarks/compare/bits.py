@@ -36,10 +36,12 @@ class Tests:
         self.out = pathlib.Path(folder) / f"{self.name}-digests"
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.compare.recorder", "-q"]
         command += ["-p", "no:cacheprovider", "--tb=no", f"--rootdir={ROOT}"]
-        environment = {"MOELORA_DIGESTS": str(self.out), "MALLOC_PERTURB_": PERTURB}
+        home, variables = prepare(text, folder)
+        places = os.pathsep.join([home, str(ROOT), os.environ.get("PYTHONPATH", "")])
+        variables |= {"MOELORA_DIGESTS": str(self.out), "MALLOC_PERTURB_": PERTURB}
         self.process = subprocess.Popen(
             [*command, "-c", ROOT / "pyproject.toml", *words],
-            env=os.environ | prepare(text, folder) | environment,
+            env=os.environ | {"PYTHONPATH": places} | variables,
             cwd=folder,
             stdout=subprocess.PIPE,
             text=True,

@@ -9,28 +9,20 @@ build's.
 """
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 from benchmarks import ROOT
 
 MODULE = "_C.abi3.so"
-ANSWER = "@"  # prefix of answers in the output of a build's process
-
-
-def serve(worker):
-    """Run the methods of `worker` that the parent requests; in the process of a build."""
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(ANSWER + json.dumps(getattr(worker, asked.pop("do"))(**asked)), flush=True)
 
 
 def prepare(text, folder):
-    """The environment in which Python finds the package of a build, linked in `folder`/NAME."""
+    """(the folder in which Python finds the package of a build, `folder`/NAME, its variables)"""
     name, _, rest = text.partition("=")
     path, *variables = rest.split(",")
     path = pathlib.Path(path).resolve()
@@ -50,8 +42,18 @@ def prepare(text, folder):
             if not part.name.startswith("_C."):
                 (home / "moelora" / part.name).symlink_to(part)
         (home / "moelora" / MODULE).symlink_to(path)
-    places = os.pathsep.join([str(home), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return dict(v.split("=", 1) for v in variables) | {"PYTHONPATH": places}
+    return str(home), dict(variable.split("=", 1) for variable in variables)
+
+
+def _serve(pipe, home, variables, worker, arguments):
+    """Answer the parent's calls; nothing here has imported moelora or torch before."""
+    os.environ |= variables
+    sys.path.insert(0, home)
+    module, name = worker.split(":")
+    worker = getattr(importlib.import_module(module), name)(*arguments)
+    while True:
+        do, more = pipe.recv()
+        pipe.send(getattr(worker, do)(**more))
 
 
 class Build:
@@ -59,26 +61,19 @@ class Build:
     repository, from `arguments`. `folder` is temporary."""
 
     def __init__(self, text, folder, worker, *arguments):
-        self.name = text.partition("=")[0]
-        module, name = worker.split(":")
-        code = f"from benchmarks.compare.builds import serve; from {module} import {name}; "
-        code += f"serve({name}{arguments!r})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=os.environ | prepare(text, folder),
-        )
+        self.name, context = text.partition("=")[0], multiprocessing.get_context("spawn")
+        self.pipe, end = context.Pipe()
+        arguments = end, *prepare(text, folder), worker, arguments
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        end.close()
 
     def ask(self, do, **more):
-        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line[len(ANSWER) :])
-        raise SystemExit(f"{self.name} ended with status {self.process.wait()} at {do}, {more}")
+        try:
+            self.pipe.send((do, more))
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            raise SystemExit(f"{self.name} ended at {do}, {more}") from None
 
 
 @contextlib.contextmanager
@@ -88,6 +83,5 @@ def started(texts, worker, *arguments):
         builds = []
         for text in texts:
             builds.append(Build(text, folder, worker, *arguments))
-            stack.enter_context(builds[-1].process)
             stack.callback(builds[-1].process.kill)
         yield builds

@@ -177,7 +177,7 @@ def compare(builds, args):
                         turn = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
                         turns[build.name].append(turn)
                 merged = {name: merge(found) for name, found in turns.items()}
-                digests, kernels = zip(*(each[str(rank)] for each in drawn), strict=True)
+                digests, kernels = zip(*(each[rank] for each in drawn), strict=True)
                 row = {"model": model, "tokens": tokens, "rank": rank}
                 for field in dict.fromkeys(field for turn in merged.values() for field in turn):
                     row[field] = {name: turn.get(field) for name, turn in merged.items()}
