@@ -54,7 +54,8 @@ WARM_UP = 2
 SCALING = 0.5  # of experts' adapters
 CHUNK = 1024  # tokens whose logits exist at once
 SHAPES = dict(zip(("gptoss", "qwen3"), training_memory.MODELS, strict=False))
-CASE = ("shape", "format", "layers", "rank", "batch", "cap_gb")  # options that are fields of a row
+PEER = "mxfp4", "gptoss", False  # format, shape and float32 of unsloth
+FIELDS = ("shape", "format", "layers", "rank", "batch", "cap_gb")  # options, as are FLAGS
 FLAGS = ("checkpointing", "float32", "whole_logits", "in_backward")
 
 
@@ -158,10 +159,10 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, s, device, experts, repeats=False, whole_logits=False):
+    def __init__(self, s, device, experts, args):
         super().__init__()
         make = torch.Generator(device).manual_seed(0)
-        self.repeats, self.whole_logits = repeats, whole_logits
+        self.repeats, self.whole_logits = args.checkpointing, args.whole_logits
         self.register_buffer("embedding", normal((s.vocab, s.hidden), 1.0, make))
         self.register_buffer("head", fan_in(make, s.vocab, s.hidden))
         self.layers = nn.ModuleList(Layer(s, make, experts) for _ in range(s.layers))
@@ -197,16 +198,14 @@ def update_in_backward(parameters):
         parameter.register_post_accumulate_grad_hook(update)
 
 
-def measure(
-    sizes, experts, batch, length, steps, device="cuda", in_backward=False, cap_gb=0, **options
-):
+def measure(sizes, experts, length, args, device="cuda"):
     """What steps of a model with such experts take."""
     on_gpu = device == "cuda"
-    if on_gpu and cap_gb:
+    if on_gpu and args.cap_gb:
         total = torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(cap_gb * 1e9 / total)
-    model = Model(sizes, device, experts, **options)
-    if in_backward:
+        torch.cuda.set_per_process_memory_fraction(args.cap_gb * 1e9 / total)
+    model = Model(sizes, device, experts, args)
+    if args.in_backward:
         update_in_backward(model.trained())
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=device))], lr=0.0)
     else:
@@ -215,8 +214,8 @@ def measure(
     seconds, losses = [], []
     free()
     resident = torch.cuda.memory_allocated()
-    for _ in range(WARM_UP + steps):
-        shape = batch, length + 1
+    for _ in range(WARM_UP + args.steps):
+        shape = args.batch, length + 1
         tokens = torch.randint(sizes.vocab, shape, generator=draw, device=device)
         begin = time.perf_counter()
         optimizer.zero_grad()
@@ -227,7 +226,7 @@ def measure(
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds[WARM_UP:])
     row = {"loss": round(losses[0], 4), "seconds": round(median, 5)}
-    row["tokens_per_s"] = round(batch * length / median)
+    row["tokens_per_s"] = round(args.batch * length / median)
     if on_gpu:
         row["weights_gb"] = round(resident / 1e9, 3)
         row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
@@ -239,22 +238,19 @@ def measure_engine(engine, length, args):
     experts = unsloth(args.peers.resolve()) if engine == "unsloth" else Ours
     experts = partial(Ours, dtype=torch.float32) if args.float32 else experts
     chosen = {name: getattr(args, name) for name in ("layers", "rank", "format")}
-    sizes = Sizes(**vars(SHAPES[args.shape]) | chosen)
-    options = {"repeats": args.checkpointing, "whole_logits": args.whole_logits}
-    options |= {"in_backward": args.in_backward, "cap_gb": args.cap_gb}
-    yield measure(sizes, experts, args.batch, length, args.steps, **options)
+    yield measure(Sizes(**vars(SHAPES[args.shape]) | chosen), experts, length, args)
 
 
 def rows(args):
     """A row for each engine and length, as it is measured."""
     for engine, length in itertools.product(args.engines, args.length):
-        row = {"engine": engine} | {name: getattr(args, name) for name in CASE}
+        row = {"engine": engine} | {name: getattr(args, name) for name in FIELDS}
         row |= {"length": length} | {name: getattr(args, name) for name in FLAGS}
         (measured,) = apart(measure_engine, [(engine, length, args)], args.seconds)
         yield row | measured
 
 
-def main(argv=None):
+def parsed(argv):
     p = parser(
         __doc__,
         engines=(["moelora"], "moelora, unsloth, or both"),
@@ -277,10 +273,13 @@ def main(argv=None):
     args = p.parse_args(argv)
     if "unsloth" in args.engines and args.peers is None:
         p.error("unsloth needs --peers, a folder with train_peers.py")
-    if "unsloth" in args.engines and (args.format, args.shape) != ("mxfp4", "gptoss"):
-        p.error("unsloth has kernels for MXFP4 of gpt-oss: leave --format and --shape out")
-    if "unsloth" in args.engines and args.float32:
-        p.error("--float32 needs --engines moelora: Unsloth's kernels take bfloat16 factors")
+    if "unsloth" in args.engines and (args.format, args.shape, args.float32) != PEER:
+        p.error("unsloth has kernels for gpt-oss in MXFP4 and bfloat16 factors: use no other ones")
+    return args
+
+
+def main(argv=None):
+    args = parsed(argv)
     return int(any("error" in row for row in report(rows(args), args.out)))
 
 

@@ -123,7 +123,7 @@ class Vllm:
         from moelora.integrations.vllm import update_adapters
 
         given = slot.tensors(host=False)
-        self.ms, found = ms(lambda: update_adapters(self.llm, {"law": given}))
+        self.ms, found = timed_ms(lambda: update_adapters(self.llm, {"law": given}))
         self.request = found["law"]
         return sum(t.nbytes for t in given[1].values())
 
@@ -164,7 +164,7 @@ def device():
     return engine_model.device()
 
 
-def ms(call):
+def timed_ms(call):
     """(milliseconds, result) of a call."""
     seconds, result = timed(call)
     return 1e3 * seconds, result
@@ -240,7 +240,7 @@ def loop(format, model, sampler, args):
     sampler.push(slot)
     phases = []
     for step in range(args.steps):
-        sampled, (tokens, _, ids) = ms(lambda: sampler.sample(args.group, args.new))
+        sampled, (tokens, _, ids) = timed_ms(lambda: sampler.sample(args.group, args.new))
         reward = (tokens[:, len(PROMPT) :] < BELOW).float().mean(1)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
 
@@ -248,10 +248,10 @@ def loop(format, model, sampler, args):
             with mt.replay_routing(model, ids):
                 (-(advantage[:, None] * trained(model, tokens)).mean()).backward()
 
-        took = {"sample": sampled, "backward": ms(backward)[0]}
-        took["optimizer"] = ms(optimizer.step)[0]
+        took = {"sample": sampled, "backward": timed_ms(backward)[0]}
+        took["optimizer"] = timed_ms(optimizer.step)[0]
         optimizer.zero_grad()
-        took["update"], _ = ms(lambda: sampler.push(slot))
+        took["update"], _ = timed_ms(lambda: sampler.push(slot))
         phases.append(took)
         yield {"topic": "rl_reward", "format": format, "step": step, "reward": reward.mean().item()}
     medians = {f"{key}_ms": statistics.median(p[key] for p in phases) for key in phases[0]}
@@ -288,7 +288,7 @@ def one(format, args):
     if format == "send":
         folder, plain = checkpoint(args.work, "bf16", args)
         sampler, model = Vllm(folder, args, lora=False), trainer(plain)
-        took = [ms(lambda: sampler.send(model))[0] for _ in range(2)]
+        took = [timed_ms(lambda: sampler.send(model))[0] for _ in range(2)]
         sent = sum(p.nbytes for p in model.parameters()) / 2**20
         row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
         yield row | {"mib": sent, "ms": took[-1]}
