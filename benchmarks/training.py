@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gradient_cases import by_autograd, saved_bytes
 
 import moelora
 from benchmarks import grouped_mm
@@ -167,24 +168,15 @@ def measure_memory(step):
     """(peak, what autograd keeps) in MiB above what is there before."""
     tensors = [getattr(v, "data", v) for v in step.arguments.values()]
     resident = {v.untyped_storage().data_ptr() for v in tensors}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in resident:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     for leaf in step.leaves:
         leaf.grad = None
     free()
-    before = torch.cuda.memory_allocated()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = step.forward()
-    out.backward(step.dout)
+    before, out = torch.cuda.memory_allocated(), []
+    kept = saved_bytes(lambda: out.append(step.forward()))
+    out.pop().backward(step.dout)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    return peak / 2**20, sum(kept.values()) / 2**20
+    return peak / 2**20, sum(kept[at] for at in kept.keys() - resident) / 2**20
 
 
 def measure(call, flush):
@@ -200,13 +192,10 @@ def error_ratio(adapters, format=None, device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
     model = replace(CHECKED, format=format)
     arguments, dout = draw(model, CHECKED_TOKENS, adapters, device)
-    options = NATIVE if format == "fp8_block" else {}
-    given = {n: v.clone() for n, v in arguments.items()}
-    ours = Step(quantize(given, model, **options), dout)
+    given = quantize(arguments, model, **(NATIVE if format == "fp8_block" else {}))
+    found = by_autograd(given, dout)
     if format:
-        arguments |= {n: ours.arguments[n].unpack() for n in ("w13", "w2")}
-    ours.run()
-    found = {n: ours.arguments[n].grad for n in TRAINED if n in arguments}
+        arguments |= {n: given[n].unpack() for n in ("w13", "w2")}
     wide = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
     wide["topk_weights"] = arguments["topk_weights"]
     exact = naive_fused_experts_lora_backward(dout.double(), **wide)
