@@ -60,7 +60,9 @@ def line(row):
 
 def report(rows, out, shown=line, /, **meta):
     """Print rows as they come and write each at once, so that a run that is cut off leaves a file;
-    returns them."""
+    returns them. ValueError, before there is a row, if no file can be written there."""
+    if out:
+        results.check_writable("--out", out)
     made = []
     for row in rows:
         made.append(row)

@@ -39,11 +39,11 @@ from benchmarks.gpu import free, timed
 from benchmarks.models import factors, moe_layers
 from benchmarks.options import parser, report
 from benchmarks.processes import apart
-from moelora.bench import results
 
 RANK, LR = 16, 5e-3
 PROMPT = list(range(3, 19))
 BELOW = engine_model.VOCAB // 4
+device = engine_model.device
 
 
 class Transformers:
@@ -160,10 +160,6 @@ def random_slot(shape):
     return SimpleNamespace(tensors=lambda host: (config, state))
 
 
-def device():
-    return engine_model.device()
-
-
 def timed_ms(call):
     """(milliseconds, result) of a call."""
     seconds, result = timed(call)
@@ -272,34 +268,40 @@ def updates(format, sampler, slot, args):
         yield row | {"what": what, "share": share} | spread
 
 
-def without_weights(args):
-    """An engine, and factors of its experts."""
+def updates_alone(args):
+    """Cases of updates of an engine without a checkpoint, with random factors."""
     shape, folder = engine_model.PRESETS[args.preset], args.work / "updates"
     shape = replace(shape, layers=args.layers or shape.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(engine_model.settings(shape)))
-    return Vllm(folder, args, load_format="dummy"), random_slot(shape)
+    engine = Vllm(folder, args, load_format="dummy")
+    yield from updates("bf16", engine, random_slot(shape), args)
 
 
-def one(format, args):
-    if format == "updates":
-        yield from updates("bf16", *without_weights(args), args)
-        return
-    if format == "send":
-        folder, plain = checkpoint(args.work, "bf16", args)
-        sampler, model = Vllm(folder, args, lora=False), trainer(plain)
-        took = [timed_ms(lambda: sampler.send(model))[0] for _ in range(2)]
-        sent = sum(p.nbytes for p in model.parameters()) / 2**20
-        row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
-        yield row | {"mib": sent, "ms": took[-1]}
-        return
+def send(args):
+    """The case of sending a whole model, the second time."""
+    folder, plain = checkpoint(args.work, "bf16", args)
+    sampler, model = Vllm(folder, args, lora=False), trainer(plain)
+    took = [timed_ms(lambda: sampler.send(model))[0] for _ in range(2)]
+    sent = sum(p.nbytes for p in model.parameters()) / 2**20
+    row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
+    yield row | {"mib": sent, "ms": took[-1]}
+
+
+def sample_and_train(format, args):
+    """Cases of a loop with a sampler of a format."""
     folder, plain = checkpoint(args.work, format, args)
-    memory()  # frees what drew the weights: vLLM counts what the process holds
+    free()  # what drew the weights: vLLM counts what the process holds
     torch.manual_seed(0)
     sampler = {"vllm": Vllm, "transformers": Transformers}[args.sampler](folder, args)
     model = trainer(plain)
     yield from gaps(format, model, sampler, args)
     yield from loop(format, model, sampler, args)
+
+
+def one(format, args):
+    alone = {"updates": updates_alone, "send": send}
+    return alone[format](args) if format in alone else sample_and_train(format, args)
 
 
 def cases(args, failed):
@@ -315,7 +317,7 @@ def cases(args, failed):
                 yield case
 
 
-def parsed(argv):
+def main(argv=None):
     p = parser(
         __doc__,
         layers=(0, "of the model; 0: the preset's"),
@@ -329,20 +331,12 @@ def parsed(argv):
     p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
     p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm", help="of answers")
     p.add_argument("--work", type=pathlib.Path, help="folder for checkpoints, kept")
-    args = p.parse_args(argv)
-    if args.out is None:
-        p.error("--out names the result file")
-    results.check_writable("--out", args.out)
-    return args
-
-
-def main(argv=None):
-    args, failed = parsed(argv), []
+    args, failed = p.parse_args(argv), []
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or pathlib.Path(folder)
         report(cases(args, failed), args.out)
     if failed:
-        print(f"failed: {', '.join(failed)}; {args.out} has what they had done", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}; rows are those from before", file=sys.stderr)
     return bool(failed)
 
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, trai
 from benchmarks import training_parallel as parallel
 from benchmarks.compare import bits, machine_code, power, products, times
 from benchmarks.compare.__main__ import COMMANDS
+from benchmarks.processes import apart
 from moelora import _C
 from moelora.__main__ import main
 from moelora.bench import baselines, machine, results, shapes
@@ -212,6 +214,20 @@ def test_threads_of_processes_that_share_cores_do_not_spin(monkeypatch):
     monkeypatch.setattr(parallel, "run", run)
     parallel.main(["--world", "2", "--modes", "ddp", "--formats", "bf16"])
     assert policies == ["PASSIVE"]
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments", "seconds", "last"),
+    [
+        (str.split, ("a b",), 60.0, "b"),
+        (int, ("x",), 60.0, {"error": "ValueError: invalid literal for int() with base 10: 'x'"}),
+        (os._exit, (3,), 60.0, {"error": "a process ended before its work"}),
+        (time.sleep, (60,), 0.4, {"error": "stopped after 0 s"}),
+    ],
+)
+def test_a_process_apart_answers_or_says_why_not(work, arguments, seconds, last):
+    *_, answer = apart(work, [arguments], seconds)
+    assert answer == last
 
 
 # ---- power ----
