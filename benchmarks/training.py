@@ -37,7 +37,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from gradient_cases import by_autograd, saved_bytes
@@ -68,34 +67,19 @@ CHECKED, CHECKED_TOKENS = Model("checked", 16, 4, 512, 384), 384
 REPEATS, WARM_UP = 11, 3
 
 
-class Adapters(NamedTuple):
-    """Tenants of a step, and their ranks in turns."""
-
-    turns: tuple[int, ...]
-    tenants: int
-
-    @property
-    def ranks(self):
-        return [self.turns[i % len(self.turns)] for i in range(self.tenants)]
-
-    @property
-    def name(self):
-        """Of ranks: an integer, if all tenants have the same."""
-        return self.turns[0] if len(set(self.ranks)) == 1 else "+".join(map(str, self.turns))
+def ranks_of(word):
+    """Of each tenant, in turns; of an item of --ranks, RANK[+RANK...][xTENANTS]."""
+    turns, _, tenants = word.partition("x")
+    turns = [int(rank) for rank in turns.split("+")]
+    return [turns[i % len(turns)] for i in range(int(tenants or 1))]
 
 
-def adapters_of(word):
-    """Of an item of --ranks: RANK[+RANK...][xTENANTS]."""
-    ranks, _, tenants = word.partition("x")
-    return Adapters(tuple(map(int, ranks.split("+"))), int(tenants or 1))
-
-
-def draw(model, tokens, adapters, device="cuda"):
-    """(arguments of the layer, dout)"""
+def draw(model, tokens, ranks, device="cuda"):
+    """(arguments of the layer, dout), of a tenant for each of the ranks"""
     make = torch.Generator(device).manual_seed(0)
     experts, hidden, inter = model.experts, model.hidden, model.intermediate
-    at, rank = (adapters.tenants, experts), max(adapters.ranks)
-    batch = cases.draw_batch(model, tokens, adapters.tenants, make)
+    tenants, rank = len(ranks), max(ranks)
+    batch, at = cases.draw_batch(model, tokens, tenants, make), (tenants, experts)
     arguments = {
         "hidden_states": batch.x,
         "w13": fan_in(make, experts, 2 * inter, hidden),
@@ -107,11 +91,10 @@ def draw(model, tokens, adapters, device="cuda"):
         "w13_lora_b": fan_in(make, *at, 2 * inter, rank),
         "w2_lora_a": fan_in(make, *at, rank, inter),
         "w2_lora_b": fan_in(make, *at, hidden, rank),
-        "lora_scalings": torch.full((adapters.tenants,), 0.5, device=device),
+        "lora_scalings": torch.full((tenants,), 0.5, device=device),
     }
-    if min(adapters.ranks) < rank:
-        ranks = torch.tensor(adapters.ranks, dtype=torch.int32, device=device)
-        arguments["lora_ranks"] = ranks
+    if min(ranks) < rank:
+        arguments["lora_ranks"] = torch.tensor(ranks, dtype=torch.int32, device=device)
     return arguments, cases.normal((tokens, hidden), 1.0, make)
 
 
@@ -125,15 +108,15 @@ def quantize(arguments, model, **options):
     return arguments | {"w13": w13, "w2": pack(*drawn["w2"], **options)}
 
 
-def count_pairs(arguments, adapters):
+def count_pairs(arguments):
     """[tenants] numbers of experts that tokens of a tenant reach."""
     ids, tenant = arguments["topk_ids"], arguments["token_lora_mapping"]
     experts = arguments["w13_lora_a"].size(1)
     pairs = torch.unique(tenant.unsqueeze(1) * experts + ids)
-    return torch.bincount(pairs // experts, minlength=adapters.tenants).tolist()
+    return torch.bincount(pairs // experts, minlength=len(arguments["lora_scalings"])).tolist()
 
 
-def bound(model, tokens, adapters, pairs, peaks):
+def bound(model, tokens, ranks, pairs, peaks):
     """Least microseconds of a forward and a backward.
 
     Tenants have the same number of tokens, and `pairs` experts each.
@@ -141,9 +124,9 @@ def bound(model, tokens, adapters, pairs, peaks):
     hidden, inter, rows = model.hidden, model.intermediate, tokens * model.top_k
     bits, of_rank = FORMATS[model.format].bits if model.format else 16, 2 * hidden + 3 * inter
     weights = min(model.experts, rows) * 3 * hidden * inter * bits / 8
-    lora = sum(n * rank for n, rank in zip(pairs, adapters.ranks, strict=True)) * of_rank * 2
+    lora = sum(n * rank for n, rank in zip(pairs, ranks, strict=True)) * of_rank * 2
     moved = 2 * weights + 3 * lora + 4 * tokens * hidden * 2 + 2 * rows * 2 * inter * 2
-    rank = statistics.mean(adapters.ranks)
+    rank = statistics.mean(ranks)
     done = 2 * rows * (2 * 3 * hidden * inter + 3 * rank * of_rank)
     return 1e6 * peaks.bound(done, moved)
 
@@ -188,10 +171,10 @@ def measure(call, flush):
     return statistics.median(times)
 
 
-def error_ratio(adapters, format=None, device="cuda"):
+def error_ratio(ranks, format=None, device="cuda"):
     """The largest error of a gradient of ours over that of torch in bfloat16."""
     model = replace(CHECKED, format=format)
-    arguments, dout = draw(model, CHECKED_TOKENS, adapters, device)
+    arguments, dout = draw(model, CHECKED_TOKENS, ranks, device)
     given = quantize(arguments, model, **(NATIVE if format == "fp8_block" else {}))
     found = by_autograd(given, dout)
     if format:
@@ -242,16 +225,16 @@ def run_peers(args):
     return rows
 
 
-def measure_case(model, tokens, adapters, options, peaks, flush):
+def measure_case(model, tokens, ranks, options, peaks, flush):
     """What a row has of a case's step, and the step."""
-    arguments, dout = draw(model, tokens, adapters)
-    pairs = count_pairs(arguments, adapters)
+    arguments, dout = draw(model, tokens, ranks)
+    pairs = count_pairs(arguments)
     step = Step(quantize(arguments, model, **options), dout)
     del arguments  # frees the 16-bit weights
     for _ in range(WARM_UP):
         step.run()
     peak, saved = measure_memory(step)
-    limit = bound(model, tokens, adapters, pairs, peaks)
+    limit = bound(model, tokens, ranks, pairs, peaks)
     both = measure(step.run, flush)
     plan = _C.last_plan()
     forward = measure(step.forward, flush)
@@ -266,24 +249,25 @@ def rows(args):
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     ratios, peaks, end = {}, gpu_peaks(), time.monotonic() + args.deadline_s
     for word, name, shape in itertools.product(args.ranks, args.formats, args.shapes):
-        adapters, model = adapters_of(word), SHAPES[shape]
+        ranks, model = ranks_of(word), SHAPES[shape]
         format, options = KINDS.get(name, (name, {}))
         if format != "bf16":
             if math.gcd(model.hidden, model.intermediate) % FORMATS[format].multiple:
                 continue
             model = model.quantized(format)
         for tokens in args.tokens or TOKENS.get(shape, (4096, 16384)):
-            case = {"shape": shape, "tokens": tokens, "rank": adapters.name}
-            case |= {"tenants": adapters.tenants, "format": name}
+            rank = ranks[0] if len({*ranks}) == 1 else word.partition("x")[0]
+            case = {"shape": shape, "tokens": tokens, "rank": rank, "tenants": len(ranks)}
+            case["format"] = name
             if time.monotonic() > end:
                 print("out of time before", case, flush=True)
                 continue
-            key = adapters, model.format
+            key = tuple(ranks), model.format
             if key not in ratios:
                 ratios[key] = round(error_ratio(*key), 3)
-            row, step = measure_case(model, tokens, adapters, options, peaks, flush)
+            row, step = measure_case(model, tokens, ranks, options, peaks, flush)
             row["max_err_ratio"] = ratios[key]
-            if args.grouped_mm and adapters.tenants == 1:
+            if args.grouped_mm and len(ranks) == 1:
                 row["grouped_mm_us"] = round(measure_grouped_mm(step, model.format, flush), 1)
             yield case | row
             del step

@@ -364,7 +364,7 @@ def test_a_qlora_step_repeats_layers_without_another_loss():
 def test_the_yardstick_of_training_has_the_same_gradients():
     """benchmarks.grouped_mm dequantizes; moelora does not."""
     model = shapes.Model("small", 4, 2, 64, 64, format="nf4")
-    arguments, dout = training.draw(model, 24, training.adapters_of("8"), "cpu")
+    arguments, dout = training.draw(model, 24, [8], "cpu")
     arguments = training.quantize(arguments, model)
     found = []
     for fused in (moelora.fused_experts_lora, grouped_mm.fused_experts_lora):
