@@ -103,9 +103,10 @@ def quantize(arguments, model, **options):
     if model.format is None:
         return arguments
     make = torch.Generator(arguments["hidden_states"].device).manual_seed(1)
-    drawn, pack = cases.draw_checkpoint(model, make), FORMATS[model.format].pack
-    w13 = pack(*drawn["w13"], gate_up=model.gate_up, **options)
-    return arguments | {"w13": w13, "w2": pack(*drawn["w2"], **options)}
+    format, (e, k, i) = FORMATS[model.format], (model.experts, model.hidden, model.intermediate)
+    w13, w2 = (format.draw(e, *size, make, torch.bfloat16) for size in ((2 * i, k), (k, i)))
+    w13 = format.pack(*w13, gate_up=model.gate_up, **options)
+    return arguments | {"w13": w13, "w2": format.pack(*w2, **options)}
 
 
 def count_pairs(arguments):
