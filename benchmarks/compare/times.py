@@ -6,17 +6,17 @@
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
     python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
     python -m benchmarks.compare times drawn=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2
-    python -m benchmarks.compare times ours=. theirs=.,DEEPGEMM=1 --part w2 --models qwen3@fp8_block
+    python -m benchmarks.compare times ours=. theirs=.,DEEPGEMM=1 --models qwen3@fp8_block --ranks 0
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (builds.py). Each has a process of its own that holds the layer. They take turns, forwards and
 backwards, so that all meet the same clocks and neighbors; times are medians of the turns, and
 percentages compare with the first build. The same module twice shows the noise.
 
-`--part` takes the delta of one projection instead of the layer, or its base product (w13, w2): with
-DEEPGEMM=1 that of an installed DeepGEMM. `--variants` adds the first build with each kernel variant
-of projections and whole layers forced, beside its plan: the tables of csrc/core/plan_tile.c come
-from this. One that does not serve a layer has the plan's time.
+`--part` takes the delta of one projection instead of the layer. With DEEPGEMM=1 a build's layer is
+the two base products by an installed DeepGEMM. `--variants` adds the first build with each kernel
+variant of projections and whole layers forced, beside its plan: the tables of csrc/core/plan_tile.c
+come from this. One that does not serve a layer has the plan's time.
 
 `--watts`: turns of --budget-ms after a pause, with microseconds at first and later, clock, watts,
 joules of a call, what held the clock down, and microseconds of each kernel. With ZEROS=1 tokens are
@@ -48,7 +48,6 @@ from moelora.commands.tune import candidates
 
 ROLES = "gemm", "decode"
 DELTAS = {"gate_up": moelora.moe_lora_gate_up_delta, "down": moelora.moe_lora_down_delta}
-PRODUCTS = ("w13", "w2")
 
 
 class Worker:
@@ -92,15 +91,12 @@ class Worker:
         return found
 
     def part(self, name, tokens):
-        """A function of a batch and a rank: the layer, or a part of one of its projections."""
-        layer = self.layer
-        if name == "layer":
-            return Ours(layer).run
+        """A function of a batch and a rank: the layer, or the delta of one of its projections."""
+        layer, down = self.layer, name == "down"
         shape = (tokens * layer.model.top_k, layer.model.intermediate)
         h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
         if "ZEROS" in os.environ:
             h.zero_()
-        down = name in ("down", "w2")
 
         def delta(b, rank):
             f = layer.stacks[rank]
@@ -112,29 +108,23 @@ class Worker:
                 mul_routed_weight=down,
             )
 
-        return delta if name in DELTAS else self.product(name, h)
+        if name in DELTAS:
+            return delta
+        return self.products(h) if "DEEPGEMM" in os.environ else Ours(layer).run
 
-    def product(self, name, h):
-        """A function of a batch: one projection without activation, adapters and sum."""
-        layer = self.layer
-        w = getattr(layer, name)
-        if layer.model.format:  # a layer's own w13 has another order
-            pack, dtype = FORMATS[layer.model.format].pack, h.dtype
-            w = pack(*layer.checkpoint[name], dtype=dtype)
-
-        def ours(b, rank=0):
-            x = h if name == "w2" else b.x
-            return moelora.fused_moe_lora_gemm(x, w, b.topk_weights, b.topk_ids)
-
-        if "DEEPGEMM" not in os.environ:
-            return ours
-        if layer.model.format != "fp8_block":
-            raise ValueError("DEEPGEMM=1 is for models@fp8_block")
-        theirs = {}
+    def products(self, h):
+        """A function of a batch: DeepGEMM's products of w13 and of w2, whose rows are h."""
+        if self.layer.model.format != "fp8_block" or self.layer.stacks:
+            raise ValueError("DEEPGEMM=1 is for models@fp8_block and --ranks 0")
+        calls = {}
         for b in self.batches:
-            x, reference = h if name == "w2" else b.x, ours(b).flatten(0, 1)
-            theirs[id(b)] = products.product(x, layer.checkpoint[name], b.topk_ids, reference)
-        return lambda b, rank: theirs[id(b)]()
+            for name, x in (("w13", b.x), ("w2", h)):
+                weights = self.layer.checkpoint[name]
+                w = FORMATS["fp8_block"].pack(*weights, dtype=h.dtype)
+                ours = moelora.fused_moe_lora_gemm(x, w, b.topk_weights, b.topk_ids)
+                call = products.product(x, weights, b.topk_ids, ours.flatten(0, 1))
+                calls.setdefault(id(b), []).append(call)
+        return lambda b, rank: [call() for call in calls[id(b)]][-1]
 
     def turn(self, rank, budget_ms):
         """Microseconds of a call, and what a sampler finds."""
@@ -226,8 +216,7 @@ def main(argv=None):
     parser.add_argument("--dtype", default="bf16", choices=cases.DTYPES, help="of activations")
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
     parser.add_argument("--variants", help="a regular expression of names")
-    parts = ("layer", *DELTAS, *PRODUCTS)
-    parser.add_argument("--part", default="layer", choices=parts, help="of the layer")
+    parser.add_argument("--part", default="layer", choices=("layer", *DELTAS), help="of the layer")
     args = parser.parse_args(argv)
     if args.watts and (args.device == "cpu" or not torch.cuda.is_available()):
         parser.error("clocks and watts are a GPU's, and torch finds none")
@@ -235,8 +224,6 @@ def main(argv=None):
         args.models = [args.shape]
     if args.part in DELTAS:
         args.ranks = [rank for rank in args.ranks if rank]
-    if args.part in PRODUCTS:
-        args.ranks = [0]
     if args.variants is not None:
         module = args.builds[0].partition("=")[2]
         names = candidates(args.dtype, args.device, *ROLES)
