@@ -1,49 +1,36 @@
-"""`benchmarks.rl_loop` with an engine: what it asks of vLLM 0.33, and its cases."""
+"""`benchmarks.rl_loop`: its cases with either sampler, of which vLLM is a stand-in."""
 
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("peft")
 rl_loop = pytest.importorskip("benchmarks.rl_loop")
 
 import moelora.integrations.transformers as mt  # noqa: E402
+from moelora.__main__ import main  # noqa: E402
 from moelora.bench import results  # noqa: E402
-
-WORDS = "--preset micro --layers 1 --formats bf16 --group 4 --new 3 --steps 2 --every 0"
+from moelora.integrations import vllm  # noqa: E402
 
 
 class LLM:
-    """vLLM's, with a model of transformers in it; options and calls are those of its sources."""
+    """vLLM's, with a model of transformers in it; calls are those of vLLM 0.33."""
 
-    def __init__(self, model, *, compilation_config, **options):
-        known = "dtype max_model_len skip_tokenizer_init max_num_seqs gpu_memory_utilization "
-        known += "enable_lora max_loras max_lora_rank enable_return_routed_experts"
-        load = options.pop("load_format", None)
-        assert options.keys() - {"enable_prefix_caching"} == set(known.split())
-        if options["enable_return_routed_experts"] and not options.get("enable_prefix_caching", 1):
-            raise ValueError("AuxOutput Connector requires prefix caching.")
-        assert max(compilation_config["cudagraph_capture_sizes"]) <= options["max_num_seqs"]
-        self.model, self.llm_engine, self.left = load or rl_loop.trainer(model), self, 0
+    def __init__(self, model, load_format=None, **options):
+        self.llm_engine, self.left = self, 0
+        self.sampler = None if load_format == "dummy" else rl_loop.Transformers(model, None)
 
     def generate(self, prompts, sampling_params, *, use_tqdm, lora_request=None):
-        ids = torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
-        with mt.record_routing(self.model, len(ids)) as routing:
-            options = {"do_sample": True, "max_new_tokens": sampling_params["max_tokens"]}
-            options |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 1}
-            found = self.model.generate(ids, eos_token_id=None, **options)
-        new = found.sequences[:, ids.size(1) :]
-        said = rl_loop.logprobs(torch.stack(found.logits, 1), new)
-        experts = routing.ids().to(torch.uint8).numpy()
-        for row, values, routed in zip(new.tolist(), said.tolist(), experts, strict=True):
+        new = sampling_params["max_tokens"]
+        tokens, said, experts = self.sampler.sample(len(prompts), new)
+        for row, values, routed in zip(tokens[:, -new:].tolist(), said, experts, strict=True):
             each = [{t: SimpleNamespace(logprob=v)} for t, v in zip(row, values, strict=True)]
-            one = SimpleNamespace(token_ids=row, logprobs=each, routed_experts=routed)
+            one = SimpleNamespace(token_ids=row, logprobs=each, routed_experts=routed.numpy())
             yield SimpleNamespace(outputs=[one])
 
     def add_request(self, request_id, prompt, params, *, lora_request):
-        assert lora_request.startswith("law@")
+        assert lora_request == "law"
         self.left += 1
 
     def has_unfinished_requests(self):
@@ -53,59 +40,34 @@ class LLM:
         self.left -= 1
 
 
-@pytest.fixture
-def engine(monkeypatch):
-    """The adapters that it got, and that trainers shared its experts."""
-    from moelora.integrations import vllm
+UPDATES = "rl_update idle|rl_update under load"
+CASES = "rl_gap usual|rl_memory|rl_memory|rl_gap shared|rl_gap shared, replayed"
+CASES += "|rl_reward|rl_reward|rl_phase"
 
-    seen = SimpleNamespace(updates=[], shared=[])
 
-    def update_adapters(llm, adapters):
-        seen.updates.append(adapters["law"])
-        return {"law": f"law@{len(seen.updates)}"}
-
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--formats bf16 --sampler transformers", CASES),
+        ("--formats bf16", f"{CASES}|{UPDATES}"),
+        ("--formats updates", UPDATES),  # needs no checkpoint
+    ],
+)
+def test_its_cases(monkeypatch, tmp_path, words, wanted):
     stand_in = ModuleType("vllm")
     stand_in.LLM, stand_in.SamplingParams = LLM, dict
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(vllm, "update_adapters", update_adapters)
-    monkeypatch.setattr(mt, "share_experts", lambda model, llm: seen.shared.append(model))
-    return seen
-
-
-def test_its_cases(engine, tmp_path):
+    monkeypatch.setattr(vllm, "update_adapters", lambda llm, adapters: {n: n for n in adapters})
+    monkeypatch.setattr(mt, "share_experts", lambda model, llm: None)
     out = tmp_path / "rl.json"
-    assert rl_loop.main([*WORDS.split(), "--out", str(out)]) == 0
+    words += f" --preset micro --layers 1 --group 4 --new 3 --steps 2 --every 0 --out {out}"
+    assert rl_loop.main(words.split()) == 0
     cases = results.read(out)[1]
-    gaps = {c["pair"]: c["mean"] for c in cases if c["topic"] == "rl_gap"}
-    assert list(gaps) == ["usual", "shared", "shared, replayed"]
-    assert gaps["shared, replayed"] < 0.05 and len(engine.shared) == 1
-    updates = {c["what"]: c for c in cases if c["topic"] == "rl_update"}
-    assert list(updates) == ["idle", "under load"]
-    assert all(0 < c["low"] <= c["ms"] <= c["high"] for c in updates.values())
-    config, tensors = engine.updates[-1]
-    assert config["target_parameters"] and len(tensors) == 4  # of a layer
-    first = engine.updates[0][1]
-    assert any(not torch.equal(first[name], tensors[name]) for name in tensors)
-
-
-def test_updates_need_no_checkpoint(engine, tmp_path):
-    words = [*WORDS.replace("bf16", "updates").split(), "--out", str(tmp_path / "rl.json")]
-    assert rl_loop.main(words) == 0
-    idle, busy = results.read(tmp_path / "rl.json")[1]
-    assert (idle["what"], busy["what"], busy["mib"]) == ("idle", "under load", idle["mib"])
-    config, tensors = engine.updates[-1]
-    per_expert = 64 + 2 * 32 + 32 + 64  # rows and columns of gate_up_proj and down_proj
-    assert idle["mib"] * 2**20 == 4 * config["r"] * 4 * per_expert and len(tensors) == 4
-
-
-def test_a_part_that_fails_leaves_what_came_before(engine, tmp_path, monkeypatch):
-    out = tmp_path / "rl.json"
-
-    def share(model, llm):
-        raise ValueError("layers are in another layout")
-
-    monkeypatch.setattr(mt, "share_experts", share)
-    with pytest.raises(ValueError, match="another layout"):
-        rl_loop.main([*WORDS.split(), "--out", str(out)])
-    assert [case["topic"] for case in results.read(out)[1]] == ["rl_gap"]
+    found = [f"{c['topic']} {c.get('pair', c.get('what', ''))}".strip() for c in cases]
+    assert found == wanted.split("|")
+    assert all(c["mean"] < 0.05 for c in cases if c.get("pair") == "shared, replayed")
+    assert all(0 < c["low"] <= c["ms"] <= c["high"] for c in cases if c["topic"] == "rl_update")
+    if "rl_gap" in wanted:
+        pytest.importorskip("matplotlib")
+        assert main(["plot", "--picture", "rl", str(out), "-o", str(tmp_path / "rl.svg")]) == 0
