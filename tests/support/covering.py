@@ -4,6 +4,7 @@
 A test of few parametrizations runs with all. Of others every value of every argument occurs, and
 where arguments are more than two every pair of values of two arguments does: what goes wrong with
 one value, or where two of them meet, shows. Arguments that are parametrized together count as one.
+allpairspy does not do: it misses pairs where parametrizations are not all combinations of values.
 """
 
 from __future__ import annotations
