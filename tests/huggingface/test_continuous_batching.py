@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from conftest import needs_gpu
-from hf_models import PLACES, make_model, qwen3, tokens, transformers
+from hf_models import PLACES, make_model, tokens, transformers
 from whole_models import make_whole_model, write_adapters
 
 import moelora.integrations.transformers as moelora_hf
@@ -27,7 +27,7 @@ WAIT_S = 240  # of what a slow machine takes seconds for
 def served(request, tmp_path):
     """A model with adapters, prompts of several lengths, and what each adapter makes of them."""
     device, dtype = request.param
-    model = make_whole_model(qwen3, dtype, device)
+    model = make_whole_model("qwen3_moe", dtype, device)
     moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
     every = tokens(rows=1, length=7)[0].tolist()  # one is the start of the other
     prompts = [every[:n] for n in LENGTHS]
@@ -204,7 +204,7 @@ def test_requests_that_the_cache_has_no_room_for(served, monkeypatch):
 
 
 def test_who_is_refused(tmp_path):
-    model = make_model(qwen3)
+    model = make_model("qwen3_moe")
     prompts = tokens(rows=2).tolist()
     with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
         model.generate_batch(prompts, adapter_names=["a", None], **options())
@@ -223,7 +223,7 @@ def test_who_is_refused(tmp_path):
 
 
 def test_another_release_refuses_them(tmp_path, monkeypatch):
-    model = make_model(qwen3)
+    model = make_model("qwen3_moe")
     moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
     monkeypatch.setattr(continuous, "missing", lambda: "has none")
     with pytest.raises(NotImplementedError, match="has none, which generate_batch with adapters"):
@@ -234,8 +234,7 @@ def test_another_release_refuses_them(tmp_path, monkeypatch):
 @needs_gpu
 def test_cuda_graphs(tmp_path):
     """Graphs of one batch serve others, with other adapters in other places."""
-    config = qwen3()
-    model = make_whole_model(lambda: config, torch.bfloat16, "cuda")
+    model = make_whole_model("qwen3_moe", torch.bfloat16, "cuda")
     moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
     prompts = [row.tolist() for row in tokens(rows=4)]
     graphs = options(use_cuda_graph=True)

@@ -14,9 +14,7 @@ from hf_models import (
     PLACES,
     ROWS,
     assert_logits,
-    gpt_oss,
     make_model,
-    mixtral,
     oracle,
     peft,
     peft_of,
@@ -47,7 +45,7 @@ def save_adapters(model, folder, names="abc"):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("config", MODELS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", MODELS)
 def test_mixed_batch(config, place, tmp_path):
     model = make_model(config, place[1], place[0])
     ids = tokens(length=16, device=model.device)
@@ -75,7 +73,7 @@ def test_mixed_batch(config, place, tmp_path):
     ids=["modules_to_save", "trainable_token_indices"],
 )
 def test_what_concerns_no_experts_stays_with_peft(options, tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     folder = save_adapter(model, tmp_path / "a", 1, **ADAPTERS["a"], **options)
     model = with_peft(model, folder)
@@ -104,7 +102,7 @@ def test_a_model_that_loaded_its_adapters_itself(tmp_path, monkeypatch):
     # transformers 5.7 exchanges A and B in this for all models to come.
     wrapper = peft.tuners.lora.layer.ParamWrapper
     monkeypatch.setattr(wrapper, "update_layer", wrapper.update_layer)
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     folders = save_adapters(model, tmp_path, "ab")
     wanted = {name: with_peft(model, folder)(ids).logits for name, folder in folders.items()}
@@ -150,7 +148,7 @@ def merged_states(model, ids):
     yield model.base_model(ids).logits
 
 
-@pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", ["mixtral", "gpt_oss"])
 def test_merged_adapters(config, tmp_path):
     """What PEFT's model computes while adapters are merged, and after the last one is deleted."""
     model, ids = make_model(config), tokens(length=5)
@@ -167,7 +165,7 @@ def test_merged_adapters(config, tmp_path):
 
 @torch.enable_grad()
 @pytest.mark.parametrize("how", ["unload", "merge_and_unload"])
-@pytest.mark.parametrize("config", [mixtral, gpt_oss], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("config", ["mixtral", "gpt_oss"])
 def test_unloaded_models(config, how, tmp_path):
     """They are models of transformers: nothing of PEFT or of a pool is left, and they train."""
     plain, ids = make_model(config), tokens()
@@ -200,7 +198,7 @@ def test_unloaded_models(config, how, tmp_path):
 
 def test_adapters_that_come_later(tmp_path):
     """They are copied at first use, over the least recently used; some know nothing of experts."""
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     folders = save_adapters(model, tmp_path, OPTIONS)
     rows = ["a", "attention", None, "a", "attention"]
@@ -231,7 +229,7 @@ def test_adapters_that_come_later(tmp_path):
 
 
 def test_copies_and_detached_models(tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     model = peft_of(model, save_adapters(model, tmp_path))
     model.set_adapter("a")
@@ -252,7 +250,7 @@ def test_copies_and_detached_models(tmp_path):
 
 def test_adapters_of_moelora_after_those_of_peft(tmp_path):
     """And the other way round: each is loaded once the other is unloaded, also into copies."""
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     folders = save_adapters(model, tmp_path)
     attached = peft_of(model, {"a": folders["a"]})
@@ -278,7 +276,7 @@ def test_adapters_of_moelora_after_those_of_peft(tmp_path):
 
 
 def test_misuse(tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     ids = tokens()
     folders = save_adapters(model, tmp_path, OPTIONS)
     plain = peft_of(copy.deepcopy(model), {"attention": folders["attention"]})
@@ -333,7 +331,7 @@ def test_misuse(tmp_path):
 
 
 def test_one_name_per_row(tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     model = peft_of(model, {"c": save_adapters(model, tmp_path, "c")["c"]})
     moelora_peft.attach(model)
     for rows in (1, 2, 4, 10):

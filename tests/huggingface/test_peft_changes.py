@@ -8,7 +8,6 @@ import torch
 from covering import extent
 from hf_models import (
     make_model,
-    mixtral,
     oracle,
     peft,
     save_adapter,
@@ -32,7 +31,7 @@ NAMES = ["first", "first", "__base__", "second", "second"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Adapters of one rank and scaling, of another scaling, and of more rank."""
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     options = {
         "first": {},
         "second": {},
@@ -44,7 +43,7 @@ def folders(tmp_path_factory):
 
 
 def first_of(folders):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     return peft.PeftModel.from_pretrained(model, folders["first"], adapter_name="first").eval()
 
 
@@ -73,7 +72,9 @@ def plain(model, name):
 @torch.no_grad()
 def assert_serves(model, folders, **names):
     """Rows of a mixed batch, and the active adapter, are those of the folders."""
-    wanted = oracle(make_model(mixtral), {k: folders[v] for k, v in names.items()}, NAMES, tokens())
+    wanted = oracle(
+        make_model("mixtral"), {k: folders[v] for k, v in names.items()}, NAMES, tokens()
+    )
     got = model(tokens(), adapter_names=NAMES).logits
     torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
     for name in names:
@@ -210,7 +211,7 @@ def test_loaded_in_inference_mode(folders):
         model(tokens())
         hotswap_adapter(model, folders["second"], adapter_name="first", torch_device="cpu")
         got = model(tokens()).logits
-        wanted = with_peft(make_model(mixtral), folders["second"])(tokens()).logits
+        wanted = with_peft(make_model("mixtral"), folders["second"])(tokens()).logits
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import MODELS, TARGETS, make_model, peft, qwen3
+from hf_models import MODELS, TARGETS, make_model, peft
 
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as mt
@@ -113,8 +113,8 @@ def wrapped(model):
 @pytest.mark.parametrize("make", [multi, wrapped, lambda model: model])
 def test_gradients_reach_adapters_and_routers(make):
     """Of a model with slots, of one of PEFT, and of the router's weight."""
-    _, ids = sampled(load(qwen3))
-    trainer = make(another(load(qwen3)))
+    _, ids = sampled(load("qwen3_moe"))
+    trainer = make(another(load("qwen3_moe")))
     routers = [p for name, p in trainer.named_parameters() if "mlp.gate." in name]
     for weight in routers:
         weight.requires_grad_()
@@ -147,7 +147,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_other_routing_is_refused(bad):
-    model = load(qwen3)
+    model = load("qwen3_moe")
     tokens, ids = sampled(model)
     change, why = BAD[bad]
     wanted = model(tokens).logits
@@ -157,7 +157,7 @@ def test_other_routing_is_refused(bad):
 
 
 def test_rows_that_tokens_do_not_divide_into_are_not_recorded():
-    model = load(qwen3)
+    model = load("qwen3_moe")
     tokens, _ = sampled(model)
     with mt.record_routing(model, 2) as routing:
         with pytest.raises(ValueError, match="rows is 2, and the forward has 27 tokens"):
@@ -167,7 +167,7 @@ def test_rows_that_tokens_do_not_divide_into_are_not_recorded():
 
 
 def test_a_router_that_does_not_call_topk_is_refused(monkeypatch):
-    model = load(qwen3)
+    model = load("qwen3_moe")
     block = next(m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate"))
     take = block.gate.forward
     ids = take(torch.randn(2, model.config.hidden_size))[2]

@@ -10,7 +10,6 @@ from hf_models import (
     ROWS,
     assert_logits,
     make_model,
-    mixtral,
     oracle,
     save_adapter,
     save_adapters,
@@ -18,6 +17,7 @@ from hf_models import (
     transformers,
     with_peft,
 )
+from small_models import config
 
 import moelora.integrations.transformers as moelora_hf
 
@@ -30,7 +30,7 @@ def place(request):
     return request.param
 
 
-@pytest.fixture(params=MODELS, ids=lambda c: c.__name__)
+@pytest.fixture(params=MODELS)
 def model(request, place):
     device, dtype = place
     return make_model(request.param, dtype, device)
@@ -101,7 +101,7 @@ def test_adapter_names(model, tmp_path):
 
 
 def test_misuse(tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     folder = save_adapter(model, tmp_path / "a", 0)
     with pytest.raises(RuntimeError, match="has no adapters; call load_adapters first"):
         with moelora_hf.use_adapters(model, ["a"]):
@@ -149,9 +149,7 @@ def test_misuse(tmp_path):
     with pytest.raises(RuntimeError, match="experts_implementation='eager', which knows no"):
         with moelora_hf.use_adapters(model, ["a"]):
             pass
-    odd = mixtral()
-    odd.hidden_act = "gelu"
-    odd = transformers.AutoModelForCausalLM.from_config(odd)
+    odd = transformers.AutoModelForCausalLM.from_config(config("mixtral", hidden_act="gelu"))
     with pytest.raises(NotImplementedError, match="activation of its gate of MixtralExperts"):
         moelora_hf.load_adapters(odd, {"a": folder})
     with pytest.raises(ValueError, match="is wrapped by PEFT"):

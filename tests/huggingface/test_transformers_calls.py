@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import extent
-from hf_models import ROWS, make_model, mixtral, one_layer, save_adapters, tokens
+from hf_models import ROWS, make_model, one_layer, save_adapters, tokens
 
 import moelora.integrations.transformers as moelora_hf
 
@@ -28,7 +28,7 @@ def elsewhere(function):
 @pytest.fixture
 def loaded(tmp_path):
     """A model with adapters a, b, c."""
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     moelora_hf.load_adapters(model, save_adapters(model, tmp_path))
     return model
 
@@ -119,14 +119,14 @@ def test_nothing_is_left_of_an_interrupted_call(loaded, error, where):
 INTERRUPTED = """
 import faulthandler, os, signal, sys, threading, time
 import torch
-from hf_models import ROWS, make_model, mixtral, save_adapters, tokens
+from hf_models import ROWS, make_model, save_adapters, tokens
 import moelora.integrations.transformers as moelora_hf
 from pathlib import Path
 
 faulthandler.dump_traceback_later(240, exit=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
 torch.set_num_threads(1)
-model = make_model(mixtral)
+model = make_model("mixtral")
 moelora_hf.load_adapters(model, save_adapters(model, Path(sys.argv[1])))
 ids = tokens(length=4)
 interrupted = 0
@@ -169,7 +169,7 @@ def test_ctrl_c(tmp_path):
 
 def test_adapter_names_without_adapters(tmp_path):
     """A model without adapters would give base logits to a caller who asked for others."""
-    plain = make_model(mixtral)
+    plain = make_model("mixtral")
     ids = tokens()
     names = ["a"] * 5
 
@@ -203,7 +203,7 @@ def test_adapter_names_without_adapters(tmp_path):
 def test_the_signatures_stay(loaded):
     """generate and Trainer look at them."""
     for name in ("forward", "generate"):
-        wanted = inspect.signature(getattr(make_model(mixtral), name))
+        wanted = inspect.signature(getattr(make_model("mixtral"), name))
         assert inspect.signature(getattr(loaded, name)) == wanted
 
 
@@ -228,7 +228,7 @@ def test_other_wrappers_of_the_forward_pass(loaded):
 def test_compiled_calls_take_adapter_names(tmp_path):
     """With graph breaks where the pool is asked."""
     torch.compiler.reset()
-    model = make_model(one_layer(mixtral))
+    model = make_model(one_layer("mixtral"))
     moelora_hf.load_adapters(model, save_adapters(model, tmp_path))
     ids = tokens()
     compiled = torch.compile(model, backend="eager")

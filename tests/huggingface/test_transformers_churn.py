@@ -3,7 +3,7 @@
 import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, make_pool, wrapped
-from hf_models import PLACES, qwen3, tokens
+from hf_models import PLACES, tokens
 from threads import run_threads
 from whole_models import make_whole_model, write_adapters
 
@@ -20,7 +20,7 @@ PLACE = [PLACES[0], PLACES[2]]
 def churning(request, tmp_path):
     """A model with three adapters and one slot, and the same model with a slot for each."""
     device, dtype = request.param
-    models = [make_whole_model(qwen3, dtype, device) for _ in range(2)]
+    models = [make_whole_model("qwen3_moe", dtype, device) for _ in range(2)]
     folders = write_adapters(models[0], tmp_path)
     pools = [
         moelora_hf.load_adapters(models[0], folders, max_loras=1, host=2, targets="all"),
@@ -80,7 +80,7 @@ def test_requests_of_more_adapters_than_slots(churning):
 
 
 def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
-    model = make_whole_model(qwen3, torch.float32, "cpu")
+    model = make_whole_model("qwen3_moe", torch.float32, "cpu")
     folders = write_adapters(model, tmp_path)
     pool = moelora_hf.load_adapters(model, folders, max_loras=len(folders) + 1, targets="all")
     ids = tokens(rows=1, length=5)

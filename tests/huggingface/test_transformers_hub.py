@@ -1,7 +1,7 @@
 """Adapters and checkpoints by their ids on the Hub."""
 
 import pytest
-from hf_models import make_model, qwen3, save_adapter
+from hf_models import make_model, save_adapter
 from quantized_folders import make_folder
 
 import moelora.integrations.transformers as moelora_hf
@@ -21,7 +21,7 @@ def asked(tmp_path, monkeypatch):
 
 
 def test_an_adapter_of_the_hub(tmp_path, asked):
-    model = make_model(qwen3)
+    model = make_model("qwen3_moe")
     save_adapter(model, tmp_path, 1)
     pool = moelora_hf.load_adapters(model, ["org/law"])
     assert asked == [("org/law", {"allow_patterns": ["adapter_*"]})]
@@ -38,7 +38,7 @@ def test_a_checkpoint_of_the_hub(tmp_path, asked):
 
 
 def test_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
-    model = make_model(qwen3)
+    model = make_model("qwen3_moe")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="org/there-is-none is no folder, and not on the"):

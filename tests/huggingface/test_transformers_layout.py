@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hf_models import gpt_oss, make_model, one_layer, tokens
+from hf_models import make_model, one_layer, tokens
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.operators import experts as ops
@@ -18,7 +18,7 @@ NAMES = ("gate_up_proj", "down_proj")
 
 @pytest.fixture
 def model():
-    model = make_model(gpt_oss)
+    model = make_model("gpt_oss")
     model.set_experts_implementation("moelora")
     return model
 
@@ -116,7 +116,7 @@ def test_saving_and_copying(model, tmp_path):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    again = make_model(gpt_oss)
+    again = make_model("gpt_oss")
     again.load_state_dict(torch.load(buffer))
     for other in (loaded, copy.deepcopy(model), again):
         assert all(torch.equal(v, state[k]) for k, v in other.state_dict().items())
@@ -127,9 +127,9 @@ def test_saving_and_copying(model, tmp_path):
 
 def test_threads_that_come_first_together():
     ids = tokens()
-    untouched = make_model(gpt_oss)
+    untouched = make_model("gpt_oss")
     wanted = logits(untouched)
-    untouched = make_model(gpt_oss)
+    untouched = make_model("gpt_oss")
     untouched.set_experts_implementation("moelora")
     with ThreadPoolExecutor(4) as executor:
         for _ in range(20):
@@ -141,7 +141,7 @@ def test_threads_that_come_first_together():
 def test_compiled():
     """Without a graph break, and a parameter in other strides is laid out again."""
     torch.compiler.reset()
-    model = make_model(one_layer(gpt_oss))
+    model = make_model(one_layer("gpt_oss"))
     wanted = logits(model, "eager")
     model.set_experts_implementation("moelora")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -156,9 +156,9 @@ def test_compiled():
 @pytest.mark.parametrize("made_in", [True, False])
 @pytest.mark.parametrize("called_in", [True, False])
 def test_inference_mode(made_in, called_in):
-    wanted = logits(make_model(gpt_oss))
+    wanted = logits(make_model("gpt_oss"))
     with torch.inference_mode(made_in), torch.no_grad():
-        model = make_model(gpt_oss)
+        model = make_model("gpt_oss")
     model.set_experts_implementation("moelora")
     with torch.inference_mode(called_in), torch.no_grad():
         for _ in range(2):

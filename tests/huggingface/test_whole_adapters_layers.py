@@ -4,21 +4,13 @@ import copy
 import types
 
 import pytest
+import small_models
 import torch
 from conftest import needs_gpu
-from hf_models import (
-    make_model,
-    mixtral,
-    qwen3,
-    save_adapter,
-    tokens,
-    transformers,
-    with_peft,
-)
+from hf_models import make_model, save_adapter, tokens, transformers, with_peft
 from torch import nn
 from whole_models import (
     ROWS,
-    deepseek_v4,
     make_whole_model,
     merged,
     relative,
@@ -113,7 +105,7 @@ def test_max_rank_is_the_limit_of_every_layer(first, ranks, expected, tmp_path):
 @torch.enable_grad()
 def test_pools_without_adapters_fit_training():
     """Gate and up share an A in what Tenants trains and saves."""
-    model = make_whole_model(qwen3).requires_grad_(False)
+    model = make_whole_model("qwen3_moe").requires_grad_(False)
     Tenants(moelora_hf.load_adapters(model, {}, max_loras=2, max_rank=4)).close()
 
 
@@ -121,9 +113,7 @@ def test_ranks_and_numbers_that_do_not_fit(tmp_path):
     model, _, folders = served(tmp_path)
     with pytest.raises(ValueError, match="rank 6.* max_linear_rank"):
         moelora_hf.load_adapters(model, folders, max_linear_rank=4)
-    large = write_adapter(
-        model, tmp_path / "large", 1, lambda name: name == "lm_head", alpha=4 * 10**5
-    )
+    large = write_adapter(model, tmp_path / "large", 1, lambda name: name == "lm_head", alpha=10**6)
     model = model.half()
     with pytest.raises(ValueError, match="lora_B of lm_head overflows torch.float16"):
         moelora_hf.load_adapters(model, {"large": large})
@@ -145,7 +135,7 @@ def refusals(model, experts=None):
 
 
 def test_layers_that_compute_something_else(tmp_path):
-    model = make_model(deepseek_v4)
+    model = make_model("deepseek_v4")
     refused = refusals(model)
     assert set(refused) == {f"model.layers.{n}.self_attn.o_a_proj" for n in range(2)}
     wide, tall = (
@@ -197,7 +187,7 @@ def test_layers_of_some_of_the_tokens():
 
 
 def test_layers_that_peft_has_wrapped(tmp_path):
-    model = make_model(mixtral)
+    model = make_model("mixtral")
     folder = save_adapter(
         model, tmp_path / "a", 1, target_modules=["o_proj"], target_parameters=None
     )
@@ -206,7 +196,7 @@ def test_layers_that_peft_has_wrapped(tmp_path):
 
 
 def test_tensor_parallel_models_of_other_releases(tmp_path):
-    model = make_whole_model(mixtral)
+    model = make_whole_model("mixtral")
     folder = write_adapters(model, tmp_path)["attention"]
     model._tp_size = 2
     with pytest.raises(NotImplementedError, match="tensor parallel by transformers"):
@@ -234,10 +224,8 @@ def test_gradients_pass_served_adapters(tmp_path):
 
 
 def even():
-    """`qwen3`, of which each matmul sums over a multiple of 4, also in the backward pass."""
-    config = qwen3()
-    config.vocab_size, config.num_experts = 64, 8
-    return config
+    """A qwen3_moe of which each matmul sums over a multiple of 4, also in the backward pass."""
+    return small_models.config("qwen3_moe", vocab_size=64, num_experts=8)
 
 
 @pytest.mark.parametrize("company", ["pool", "batch", "gradient"])
@@ -313,7 +301,7 @@ def test_modules_in_the_place_of_served_ones(tmp_path):
 
 
 def test_embeddings_of_another_size(tmp_path):
-    model = make_whole_model(qwen3)
+    model = make_whole_model("qwen3_moe")
     folder = write_adapter(model, tmp_path / "a", 1, lambda name: "embed_tokens" in name)
     moelora_hf.load_adapters(model, {"a": folder})
     model.resize_token_embeddings(70)
@@ -394,7 +382,7 @@ def test_linear_layers_of_compressed_tensors(tmp_path):
 
 def test_layers_on_several_devices(tmp_path):
     """One pool, with factors and tables where each layer is; "cpu" and "cpu:0" are two here."""
-    model, ids, folders = served(tmp_path, mixtral)
+    model, ids, folders = served(tmp_path, "mixtral")
     wanted = wanted_logits(model, folders, ROWS, ids)
     other = torch.device("cpu", 0)
     for module in model.model.layers[1].modules():
@@ -412,7 +400,7 @@ def test_layers_on_several_devices(tmp_path):
 def test_offloaded_models(tmp_path):
     """accelerate brings a layer's weights for each call, from memory or from disk."""
     pytest.importorskip("accelerate")
-    model = make_whole_model(mixtral)
+    model = make_whole_model("mixtral")
     model.save_pretrained(tmp_path / "model")
     ids = tokens()
     folders = write_adapters(model, tmp_path)
@@ -438,7 +426,7 @@ def test_offloaded_models(tmp_path):
 def test_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    model = make_whole_model(mixtral, torch.bfloat16)
+    model = make_whole_model("mixtral", torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     ids = tokens()
     folders = write_adapters(model, tmp_path)

@@ -34,8 +34,8 @@ class Drawn:
     routers: set  # linear layers that are parameters of a module
 
 
-def draw(model, kind, seed=0, rank=4, embeddings=False):
-    """Random factors of every layer that is served.
+def draw(model, kind, seed=0, rank=4, embeddings=False, chosen=lambda name: True):
+    """Random factors of every layer that is served and whose name `chosen` takes.
 
     kind: "fused" has one A for gate and up, "split" one for each, "shared" splits and shares A of
     gate and up and B of down between experts.
@@ -49,6 +49,8 @@ def draw(model, kind, seed=0, rank=4, embeddings=False):
     layers = {name: layer for name, (_, layer) in found.items()}
     experts, linears = {}, {}
     for name, layer in layers.items():
+        if not chosen(name):
+            continue
         e = layer.num_experts
         projections = ("gate_up", "down") if kind == "fused" else ("gate", "up", "down")
         experts[name] = {}
@@ -60,7 +62,7 @@ def draw(model, kind, seed=0, rank=4, embeddings=False):
             experts[name][projection] = (a, b)
     others = linear_layers(model, found)
     for name, linear in others.items():
-        if linear.refusal or (linear.layer.embedding and not embeddings):
+        if linear.refusal or (linear.layer.embedding and not embeddings) or not chosen(name):
             continue
         size = linear.layer
         linears[name] = rand(rank, size.in_features), rand(size.out_features, rank)
@@ -79,37 +81,36 @@ def _is_router(module):
     return not isinstance(module, (nn.Linear, nn.Embedding))
 
 
-@torch.no_grad()
 def merge(model, drawn):
     """A copy of the model with the adapter in its weights."""
-    merged = copy.deepcopy(model)
-    if (
-        merged.config.tie_word_embeddings
-        and merged.lm_head.weight is merged.model.embed_tokens.weight
-    ):
-        merged.lm_head.weight = nn.Parameter(merged.lm_head.weight.clone())
-    for name, pairs in drawn.experts.items():
-        layer, module = drawn.layers[name], merged.get_submodule(name)
-        e = layer.num_experts
-        for projection, (a, b) in pairs.items():
-            delta = ALPHA * b.expand(e, -1, -1) @ a.expand(e, -1, -1)
-            weight = module.down_proj if projection == "down" else module.gate_up_proj
-            weight = weight.transpose(1, 2) if layer.transposed else weight
-            _rows(weight, projection, layer).add_(delta)
-    for name, (a, b) in drawn.linears.items():
-        delta = ALPHA * b @ a
-        merged.get_submodule(name).weight.add_(delta.T if name in drawn.embeddings else delta)
-    return merged
+    return merge_state(model, linears(drawn) | per_expert(drawn), ALPHA)
 
 
-def _rows(weight, projection, layer):
-    """The rows of a stack of weights that a projection is."""
-    if projection in ("gate_up", "down"):
-        return weight
-    half = projection == "up"
-    if layer.interleaved:
-        return weight[:, half::2]
-    return weight.chunk(2, dim=1)[half]
+@torch.no_grad()
+def merge_state(model, state, scaling):
+    """The same of factors by name, with a pair for each expert."""
+    model = copy.deepcopy(model)
+    modules = dict(model.named_modules())
+    for key in state:
+        if not key.endswith(("lora_A.weight", "lora_embedding_A")):
+            continue
+        other = key.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")
+        delta = (scaling * state[other] @ state[key]).to(model.dtype)
+        name = key.partition(".lora_")[0]
+        if name in modules:
+            module = modules[name]
+            delta = delta.T if "lora_embedding" in key else delta
+            module.weight = nn.Parameter(module.weight + delta)
+            continue
+        name, expert, projection = name.rsplit(".", 2)
+        module, n = modules[name], int(expert)
+        weight = module.down_proj[n] if projection == "down_proj" else module.gate_up_proj[n]
+        weight = weight.T if module.is_transposed else weight
+        if projection in ("gate_proj", "up_proj"):
+            half = int(projection == "up_proj")
+            weight = weight.chunk(2)[half] if module.is_concatenated else weight[half::2]
+        weight += delta
+    return model
 
 
 # ---- how factors are spelled ----
@@ -221,7 +222,7 @@ def save(folder, state, config, drawn, prefix=PREFIX):
     """Writes a folder in PEFT's form."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**config, "r": drawn.rank, "lora_alpha": ALPHA * drawn.rank}
+    config = {"lora_alpha": ALPHA * drawn.rank, **config, "r": drawn.rank}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     state = {prefix + key: tensor.contiguous().clone() for key, tensor in state.items()}
     save_file(state, folder / "adapter_model.safetensors")

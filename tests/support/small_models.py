@@ -34,14 +34,14 @@ GROUPS = {"intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 2, "to
 LOCAL = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 MODELS = {
-    "qwen3_moe": QWEN | {"mlp_only_layers": [0]},
+    "qwen3_moe": QWEN | {"mlp_only_layers": [0], "num_experts_per_tok": 3, "norm_topk_prob": True},
     "qwen2_moe": QWEN | {"shared_expert_intermediate_size": 16},
     "qwen3_5_moe_text": EXPERTS | LINEAR_ATTENTION | {"num_experts": 6, "head_dim": 8},
     "qwen3_next": QWEN | LINEAR_ATTENTION,
     "deepseek_v3": DEEPSEEK
     | GROUPS
     | {"num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 8}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "routed_scaling_factor": 1.5},
     "deepseek_v4": DEEPSEEK
     | {
         "num_key_value_heads": 1,
