@@ -172,16 +172,10 @@ def apply(vllm, experts, call, x, counts):
     e, m, n, k, topk = experts.moe_problem_size(x, call["w1"], call["w2"], call["topk_ids"])
     meta = vllm.ExpertTokensMetadata(counts, None)
     shapes = experts.workspace_shapes(m, n, k, topk, e, e, meta, call["activation"])
-    first, second, output = (x.new_empty(shape) for shape in shapes)
-    experts.apply(
-        output=output,
-        hidden_states=x,
-        workspace13=first,
-        workspace2=second,
-        expert_tokens_meta=meta,
-        **call,
-    )
-    return output, shapes
+    names = "workspace13", "workspace2", "output"
+    spaces = {name: x.new_empty(shape) for name, shape in zip(names, shapes, strict=True)}
+    experts.apply(hidden_states=x, expert_tokens_meta=meta, **spaces, **call)
+    return spaces["output"], shapes
 
 
 def test_vllms_batched_layers_are_served(vllm, place):

@@ -18,6 +18,7 @@ from sglang_stand_in import (
     LoRAInfo,
     MoeLoraBatch,
     StandardCombineInput,
+    StandardDispatcher,
     dispatched,
     make_base_layer,
     make_batch,
@@ -120,10 +121,8 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_layer(name, zeros, backend, sglang, device_and_dtype):
     device, dtype = device_and_dtype
-    spec = replace(
-        SPECS[name], dtype=dtype, scalings=False, tokens=1 if name == "one_token" else 29
-    )
-    p = spec.build()
+    tokens = 1 if name == "one_token" else 29
+    p = replace(SPECS[name], dtype=dtype, scalings=False, tokens=tokens).build()
     there = p.to(device)
     combined = run(sglang, there, zeros, backend)
     assert isinstance(combined, StandardCombineInput)
@@ -165,20 +164,16 @@ def test_routed_scaling_factor(sglang):
     torch.testing.assert_close(scaled, 2.5 * plain)
     base_layer = make_base_layer(p, routed_scaling_factor=2.5)
     base_layer.should_fuse_routed_scaling_factor_in_topk = True
-    runner = moelora_sglang.MoeLoraRunner.from_layer(
-        base_layer, is_shared_outer=False, physical_rank=16
-    )
-    assert runner.routed_scaling_factor is None
+    make = moelora_sglang.MoeLoraRunner.from_layer
+    assert make(base_layer, is_shared_outer=False, physical_rank=16).routed_scaling_factor is None
 
 
+FP8, OF_GLOBAL_IDS = torch.zeros(1, dtype=torch.float8_e4m3fn), StandardDispatcher()
+OF_GLOBAL_IDS.skip_local_expert_mapping = True
 REASONS = {
-    "its weights are torch.float8_e4m3fn": {
-        "w13_weight": torch.zeros(1, dtype=torch.float8_e4m3fn)
-    },
+    "its weights are torch.float8_e4m3fn": {"w13_weight": FP8},
     "its dispatcher is DeepEPDispatcher": {"dispatcher": type("DeepEPDispatcher", (), {})()},
-    "its expert ids are global": {
-        "dispatcher": type("StandardDispatcher", (), {"skip_local_expert_mapping": True})()
-    },
+    "its expert ids are global": {"dispatcher": OF_GLOBAL_IDS},
     "its experts have biases": {"with_bias": True},
     "its activation is 'gelu', gated": {"activation": "gelu"},
     "its activation is 'silu', not gated": {"is_gated": False},
@@ -220,15 +215,15 @@ def test_a_batch_without_adapters(graph, backend, sglang, monkeypatch):
     assert torch.equal(out, without) is not graph
 
 
+A = "down_lora_a_weights"
+
+
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
         ("it has no adapter slots of tokens", lambda info: {"token_lora_mapping": None}),
         ("those of other tokens", lambda info: {"token_lora_mapping": info.token_lora_mapping[:3]}),
-        (
-            "of experts on other GPUs",
-            lambda info: {"down_lora_a_weights": info.down_lora_a_weights.repeat(1, 2, 1, 1)},
-        ),
+        ("of experts on other GPUs", lambda info: {A: getattr(info, A).repeat(1, 2, 1, 1)}),
     ],
 )
 def test_other_legacy_batches_run_sglangs_own_path(reason, change, sglang, warned):
@@ -342,9 +337,8 @@ def test_kernels_that_do_not_run_on_this_gpu(sglang, monkeypatch, warned):
     monkeypatch.setattr(moelora_sglang, "reason_against_device", lambda: why)
     for _ in range(2):
         assert sglang.stays(sglang.layer(None, name="csgmv"))
-    assert warned.messages == [
-        f"moelora: a MoE layer is not supported: {why}; SGLang's own path runs"
-    ]
+    (line,) = warned.messages
+    assert line == f"moelora: a MoE layer is not supported: {why}; SGLang's own path runs"
 
 
 def of_another_release(monkeypatch, base_layer):
@@ -354,17 +348,13 @@ def of_another_release(monkeypatch, base_layer):
     monkeypatch.setattr(moelora_sglang, "reason_against_layer", asks)
 
 
-def of_a_renamed_attribute(monkeypatch, base_layer):
+def of_a_new_name(monkeypatch, base_layer):
     del base_layer.should_fuse_routed_scaling_factor_in_topk
 
 
 @pytest.mark.parametrize(
     ("backend", "change"),
-    [
-        ("csgmv", of_another_release),
-        ("csgmv", of_a_renamed_attribute),
-        ("triton_v2", of_a_renamed_attribute),
-    ],
+    [("csgmv", of_another_release), ("csgmv", of_a_new_name), ("triton_v2", of_a_new_name)],
 )
 def test_a_layer_that_no_runner_can_be_made_for(backend, change, sglang, monkeypatch, warned):
     """The server starts, with SGLang's own path."""
@@ -387,9 +377,8 @@ def test_a_batch_that_the_operator_refuses(backend, sglang, monkeypatch, warned)
     monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
     for _ in range(2):
         assert run_layer(layer, p, lora_ranks=p.lora_ranks) == OWN
-    assert warned.messages == [
-        "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
-    ]
+    (line,) = warned.messages
+    assert line == "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
 
 
 def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
@@ -411,50 +400,43 @@ def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
         runner.run(dispatched(p), make_batch(p))
 
 
-@pytest.mark.parametrize(
-    "backend, change, why",
-    [
-        (
-            "triton_v2",
-            lambda at: setattr(
-                sys.modules["sglang.srt.layers.moe.token_dispatcher.standard"],
-                "StandardCombineInput",
-                NamedTuple("More", [("hidden_states", Any), ("scales", Any)]),
-            ),
-            "StandardCombineInput requires scales",
-        ),
-        (
-            "triton_v2",
-            lambda at: setattr(
-                sys.modules["sglang.srt.lora.backend.base_backend"],
-                "BaseLoRABackend",
-                type("BaseLoRABackend", (), {"get_batch_info": lambda self: None}),
-            ),
-            "BaseLoRABackend.get_batch_info does not take layout",
-        ),
-        (
-            "triton_v2",
-            lambda at: setattr(at.MoeLoraRunner, "run", lambda self, dispatched, batch, more: 0),
-            "MoeLoraRunner.run has the parameters ['self', 'dispatched', 'batch', 'more'], not",
-        ),
-        (
-            "triton_v2",
-            lambda at: setattr(sys.modules[interface.RUNNER], "MoeLoraBatch", LoRAInfo),
-            "MoeLoraBatch has no down_lora_a, down_lora_b, gate_up_lora_a",
-        ),
-        (
-            "csgmv",
-            lambda at: setattr(
-                sys.modules["sglang.srt.lora.lora_moe_runners"], "LoRAInfo", MoeLoraBatch
-            ),
-            "LoRAInfo has no down_lora_a_weights",
-        ),
-    ],
-    ids=["combine", "batch_info", "run", "batch", "legacy"],
-)
-def test_a_release_that_would_call_otherwise(backend, change, why, sglang, warned):
+class OtherRunner:
+    def run(self, dispatched, batch, more):
+        pass
+
+
+class OtherBackend:
+    def get_batch_info(self):
+        pass
+
+
+class More(NamedTuple):
+    hidden_states: Any
+    scales: Any
+
+
+COMBINED = "layers.moe.token_dispatcher.standard.StandardCombineInput"
+OTHERWISE = {  # class, another one in its place, why
+    "combine": (COMBINED, More, "StandardCombineInput requires scales"),
+    "batch_info": (
+        *("lora.backend.base_backend.BaseLoRABackend", OtherBackend),
+        "BaseLoRABackend.get_batch_info does not take layout",
+    ),
+    "run": (
+        *("lora.moe.runner.MoeLoraRunner.run", OtherRunner.run),
+        "MoeLoraRunner.run has the parameters ['self', 'dispatched', 'batch', 'more'], not",
+    ),
+    "batch": ("lora.moe.runner.MoeLoraBatch", LoRAInfo, "MoeLoraBatch has no down_lora_a, down_l"),
+    "legacy": ("lora.lora_moe_runners.LoRAInfo", MoeLoraBatch, "LoRAInfo has no down_lora_a_weigh"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_a_release_that_would_call_otherwise(what, sglang, monkeypatch, warned):
     """Seen before the first forward, which would fail."""
-    change(sglang)
+    place, other, why = OTHERWISE[what]
+    backend = "csgmv" if what == "legacy" else "triton_v2"
+    monkeypatch.setattr(f"sglang.srt.{place}", other)
     for _ in range(2):
         assert sglang.stays(sglang.layer(make_base_layer(Spec().build()), name=backend))
     (line,) = warned.messages

@@ -20,9 +20,7 @@ SERVING = ROOT / "docs/serving.md"
 def doctor(sglang, monkeypatch, capsys):
     """Runs `moelora doctor` on a machine with a GPU and SGLang; (exit status, lines)."""
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    return doctor_on(
-        monkeypatch, capsys, "sglang.srt.plugins", torch_version="2.14.1", sglang="0.5.23"
-    )
+    return doctor_on(monkeypatch, capsys, "sglang.srt.plugins", "2.14.1", sglang="0.5.23")
 
 
 def test_doctor_says_which_layers_run(doctor):

@@ -34,9 +34,8 @@ SPECS |= {name: replace(EDGE_CASES[name], slices=1) for name in NAMES}
 
 
 def info(p: Problem) -> moelora.MoELoRABatchInfo:
-    return moelora.MoELoRABatchInfo(
-        p.token_lora_mapping, p.lora_ranks, p.lora_scalings, p.adapter_enabled
-    )
+    ranks, scalings = p.lora_ranks, p.lora_scalings
+    return moelora.MoELoRABatchInfo(p.token_lora_mapping, ranks, scalings, p.adapter_enabled)
 
 
 def buffers(p: Problem) -> tuple:
@@ -69,9 +68,8 @@ def staged(x, topk_ids, topk_weights, info, a13, b13, a2, b2, output):
     h = x.new_empty((*topk_ids.shape, b13.size(-2) // 2))
     moelora.moe_lora_a(x, topk_ids, a13, *who, out=xa, **options)
     moelora.moe_lora_gate_up_b(xa, topk_ids, b13, *who, out=h, **options)
-    return moelora.moe_lora_down_combine(
-        *(h, topk_ids, topk_weights, a2, b2, *who, info.scalings, output), **options
-    )
+    rows = h, topk_ids, topk_weights
+    return moelora.moe_lora_down_combine(*rows, a2, b2, *who, info.scalings, output, **options)
 
 
 RUN = {"staged": staged, "fused": moelora.run_moe_lora}
@@ -144,10 +142,9 @@ def test_stages(name, device_and_dtype):
         assert same_bits(out.tensor.cpu()[active], y[active])
         assert (out.tensor.cpu()[~active] == 7.0).all()
 
+    ranks = {"lora_ranks": p.lora_ranks}
     h, h_naive = (
-        shrink_ref(
-            p.hidden_states, p.w13_lora_a, rows, top_k, lora_ranks=p.lora_ranks, dtype=d
-        ).squeeze(0)
+        shrink_ref(p.hidden_states, p.w13_lora_a, rows, top_k, **ranks, dtype=d)[0]
         for d in (torch.float64, dtype)
     )
     given = (there.hidden_states, there.topk_ids, there.w13_lora_a)
@@ -155,9 +152,7 @@ def test_stages(name, device_and_dtype):
 
     h = h.to(dtype)
     z, z_naive = (
-        activate(
-            expand_ref(h.unsqueeze(0), p.w13_lora_b, rows, lora_ranks=p.lora_ranks, dtype=d), "silu"
-        )
+        activate(expand_ref(h[None], p.w13_lora_b, rows, **ranks, dtype=d), "silu")
         for d in (torch.float64, dtype)
     )
     given = (h.to(device), there.topk_ids, there.w13_lora_b)

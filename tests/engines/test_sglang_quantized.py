@@ -93,9 +93,8 @@ class Made:
     def __init__(self, form, spec=SPEC, pad=1):
         self.form = form
         self.dense = p = fitted(spec, spec.dtype, 128 if form == "fp8" else 32).build()
-        self.numbers = {
-            name: quantize(getattr(p, name), FORMATS[form], spec.seed) for name in ("w13", "w2")
-        }
+        weights = {"w13": p.w13, "w2": p.w2}
+        self.numbers = {n: quantize(w, FORMATS[form], spec.seed) for n, w in weights.items()}
         self.layer = layer = make_base_layer(p)
         self.padding = -p.w2.size(2) % pad
         layer.params_dtype, layer.quant_method = spec.dtype, SimpleNamespace()
@@ -200,6 +199,14 @@ def fill_nan(name):
     return lambda layer: getattr(layer, name).data.fill_(float("nan"))
 
 
+def without(name):
+    return lambda layer: delattr(layer, name)
+
+
+def with_integer_scales(layer):
+    layer.w2_weight_scale_inv = layer.w2_weight_scale_inv.int()
+
+
 @pytest.mark.parametrize(
     ("form", "change", "reason"),
     [
@@ -208,26 +215,14 @@ def fill_nan(name):
         ("int4", put("w2_weight_g_idx", torch.zeros(4, 64)), "in the order of their activations"),
         ("int4_channel", of("scheme", group_size=64), "Marlin may have in two orders"),
         ("nvfp4", put("params_dtype", torch.float32), "activations are"),
-        (
-            "nvfp4",
-            lambda layer: delattr(layer, "w13_weight_scale_2"),
-            "weights are torch.int32, of",
-        ),
-        (
-            "int4",
-            lambda layer: delattr(layer, "is_marlin_converted"),
-            "its weights are unknown, of",
-        ),
+        ("nvfp4", without("w13_weight_scale_2"), "weights are torch.int32, of"),
+        ("int4", without("is_marlin_converted"), "its weights are unknown, of"),
         ("nvfp4", fill_nan("w2_weight_scale_2"), "expected finite numbers >= 0"),
         ("fp8", of("quant_method", block_quant=False), "torch.float8_e4m3fn, of SimpleNamespace"),
         ("fp8", of("quant_method", use_mxfp8=True), "torch.float8_e4m3fn, of SimpleNamespace"),
         ("fp8", put("params_dtype", torch.float32), "its activations are torch.float32"),
         ("fp8", fill_nan("w2_weight_scale_inv"), "weight_scale_inv has a scale that is NaN"),
-        (
-            "fp8",
-            lambda layer: put("w2_weight_scale_inv", layer.w2_weight_scale_inv.int())(layer),
-            "its scales are torch.float32 and torch.int32",
-        ),
+        ("fp8", with_integer_scales, "its scales are torch.float32 and torch.int32"),
     ],
 )
 def test_other_layers_run_sglangs_own_path_and_keep_their_weights(

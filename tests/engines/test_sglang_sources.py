@@ -52,10 +52,8 @@ TARGETS = ["model.layers.0.mlp.gate_proj", "q_proj", "unembed_tokens", "kv_a_pro
 def test_names_are_read_as_sglang_reads_them(release):
     """By `moelora doctor --lora`, whose rules are those of the releases with triton_v2."""
     only_where_there_is_triton_v2(release)
-    names = {"Union": Union, "Iterable": Iterable}
-    (normalized,) = Sources(release).functions(
-        "sglang.srt.lora.utils", "get_normalized_target_modules", **names
-    )
+    name, needed = "get_normalized_target_modules", {"Union": Union, "Iterable": Iterable}
+    (normalized,) = Sources(release).functions("sglang.srt.lora.utils", name, **needed)
     for one in [*engine_rules._NORMALIZED, *TARGETS]:
         assert engine_rules._targets({"target_modules": [one]}) == normalized([one])
     assert normalized("all-linear") == {"all"}

@@ -160,7 +160,12 @@ def added(pair):
     pair.routed[1].w2_weight.data[-1, 0, 0] += 1
 
 
+def give_slots(pair):
+    mt.multi_lora(pair.model, slots=1, max_rank=2)
+
+
 CONFIG = "engine__vllm_config__"
+SMALL = torch.nn.Parameter(torch.zeros(4, 256, 64))
 BAD = {
     "ranks": ({f"{CONFIG}parallel_config__world_size": 2}, "has 2 ranks: .*tensor_parallel_size=1"),
     "process": ({"engine__engine_core": None}, "in another process: set VLLM_ENABLE_V1_MULTIPROC"),
@@ -172,18 +177,12 @@ BAD = {
         "layers.1.mlp.experts is in the layout of vLLM's NoneType",
     ),
     "offloaded": ({"routed__1__w2_weight___vllm_is_uva_offloaded": True}, "are in host memory"),
-    "shapes": (
-        {"layers__1__down_proj": torch.nn.Parameter(torch.zeros(4, 256, 64))},
-        "give both the same checkpoint",
-    ),
+    "shapes": ({"layers__1__down_proj": SMALL}, "give both the same checkpoint"),
     "order": ({"layers__1__is_concatenated": False}, "rows of gate and up in turns, unlike"),
     "dtype": (lambda pair: pair.layers[1].float(), "load the model with dtype=torch.bfloat16"),
     "trained": (lambda pair: pair.layers[1].requires_grad_(), "is trained: freeze it"),
     "other numbers": (added, "layers.1.mlp.experts has other numbers than the engine's"),
-    "multi_lora": (
-        lambda pair: mt.multi_lora(pair.model, slots=1, max_rank=2),
-        "call share_experts before multi_lora",
-    ),
+    "multi_lora": (give_slots, "call share_experts before multi_lora"),
 }
 
 

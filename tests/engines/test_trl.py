@@ -3,12 +3,13 @@
 import importlib.util
 import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from small_models import config
+from stand_in import modules
 from test_vllm_update import serves_products, vllm_update  # noqa: F401
 from transformers import AutoModelForCausalLM
 from vllm_stand_in_lora import LINEAR, PROJECTIONS, E, I, K, LLMEngine
@@ -22,13 +23,8 @@ if INSTALLED:
     importlib.import_module("trl.generation.vllm_generation")  # before the stand-in of vLLM
 needs_trl = pytest.mark.skipif(not INSTALLED, reason="TRL is not installed")
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-LORA = {
-    "r": 4,
-    "lora_alpha": 12,
-    "target_modules": [LINEAR],
-    "target_parameters": STACKS,
-    "init_lora_weights": False,
-}
+LORA = {"target_modules": [LINEAR], "target_parameters": STACKS, "init_lora_weights": False}
+LORA |= {"r": 4, "lora_alpha": 12}
 
 
 class LLM:
@@ -88,14 +84,9 @@ class Trainer:
 def trainer(served, request, monkeypatch):
     """Makes trainers with the mixin."""
     if request.param == "stand-in":
-        modules = [
-            ModuleType(n) for n in ("trl", "trl.generation", "trl.generation.vllm_generation")
-        ]
-        for outer, inner in zip(modules, modules[1:], strict=False):
-            setattr(outer, inner.__name__.rpartition(".")[2], inner)
-        modules[-1].VLLMGeneration = VLLMGeneration
-        for module in modules:
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+        found = {"trl.generation.vllm_generation": {"VLLMGeneration": VLLMGeneration}}
+        for name, module in modules(found).items():
+            monkeypatch.setitem(sys.modules, name, module)
     from trl.generation import vllm_generation as place
 
     monkeypatch.setattr(place, "LLM", LLM, raising=False)
@@ -182,9 +173,10 @@ def test_what_cannot_be_pushed_is_refused_as_the_trainer_is_made(trainer, bad):
     assert place.LLM is LLM
 
 
-@pytest.mark.parametrize(
-    "options", [{"modules_to_save": ["lm_head"]}, {"use_dora": True, "target_parameters": None}]
-)
+DORA = {"use_dora": True, "target_parameters": None}
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, DORA])
 def test_an_adapter_that_engines_cannot_read_is_named(trainer, options):
     made = trainer(model(**options))
     with pytest.raises((ValueError, NotImplementedError)):

@@ -119,17 +119,14 @@ def without_kernels(vllm):
             (lambda vllm, v=value: vllm.monkeypatch.setenv("MOELORA_VLLM", v), None)
             for value in ("0", "false", "Off", "no")
         ),
-        (
-            changed_interface,
-            "TritonExperts.workspace_shapes has the parameters ['self', 'M', 'N', 'K'], not",
-        ),
+        (changed_interface, "workspace_shapes has the parameters ['self', 'M', 'N', 'K'], not"),
         (half_an_interface, "prepare_tensors"),
         (failing, "could not register: ZeroDivisionError: division by zero"),
         (on(cuda=False), "the platform is not CUDA"),
         (on(capability=75), "there is no GPU of compute capability 8.0 or newer"),
         (
             without_kernels,
-            "this build of moelora has no CUDA kernels (it was made without nvcc: docs/install.md)",
+            "this build of moelora has no CUDA kernels (it was made without nvcc: docs",
         ),
     ],
 )
@@ -148,30 +145,13 @@ def test_vllm_is_left_as_it_was(vllm, lines, monkeypatch, change, said):
     assert all(said in one and one.endswith("; vLLM's own path runs") for one in lines)
 
 
-def test_a_missing_field_is_named(vllm, monkeypatch):
-    fields = {"vllm.lora.ops.triton_ops.lora_kernel_metadata": {"LoRAKernelMeta": "slots"}}
-    part = vllm.interface.Interface(fields=fields)
-    assert vllm.interface.problem(part).endswith("LoRAKernelMeta has no slots")
-
-
-def test_a_parameter_that_moelora_would_not_pass_is_named(vllm):
-    """A call of this integration would fail in a release that requires it."""
-    called = {"inspect": {"signature": "obj"}}
-    assert vllm.interface.problem(vllm.interface.Interface(called=called)) is None
-    called = {"inspect": {"getattr_static": "obj"}}
-    problem = vllm.interface.problem(vllm.interface.Interface(called=called))
-    assert problem == "inspect.getattr_static requires attr"
-
-
 # ---- results ----
 
 SPECS = {
     "base_only": Spec(mix="absent", tokens=9),
     "base_only_with_map": Spec(mix="absent", tokens=9, remote=4),
     "several_adapters": Spec(mix="many", tokens=17, ranks=(8, 8, 8)),
-    "mixed_ranks_and_room": Spec(
-        mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8
-    ),
+    "ranks_and_room": Spec(mix="all_different", tokens=10, ranks=(1, 24, 3, 17), spare_rank=8),
     "biases_of_gelu": Spec(activation="gelu", bias=True, tokens=8),
     "situ_without_a_linear_beta": Spec(activation="situ", alpha=4.0, tokens=8),
     "expert_ids_out_of_range_with_map": EDGE_CASES["expert_ids_out_of_range_with_map"],

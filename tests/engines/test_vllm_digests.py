@@ -83,9 +83,8 @@ def asked(server, tmp_path, seed=1, change=None, name="law", **options):
         change(tensors)
     folder = tmp_path / name
     folder.mkdir()
-    save_file(
-        {key: t.contiguous() for key, t in tensors.items()}, folder / "adapter_model.safetensors"
-    )
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", **config, "target_modules": sorted(config["target_modules"])}
     (folder / "adapter_config.json").write_text(json.dumps(config | options))
     found = fates("vllm", MODEL, {key: tuple(t.shape) for key, t in tensors.items()}, config)
@@ -112,24 +111,21 @@ def one_number(tensors):
     tensors[key][-1, -1] += 2**-20
 
 
-@pytest.mark.parametrize(
-    ("options", "layers"),
-    [
-        ({"seed": 2}, ["layers.0", "layers.1"]),
-        ({"change": one_number}, ["layers.1"]),
-        ({"change": exchange("layers.1.mlp.experts.2.", "layers.1.mlp.experts.3.")}, ["layers.1"]),
-        (
-            {"change": exchange("layers.0.mlp.experts.1.gate", "layers.0.mlp.experts.1.up")},
-            ["layers.0"],
-        ),
-        ({"lora_alpha": 1}, ["layers.0", "layers.1"]),
-    ],
-    ids=["another version", "one number", "experts", "gate and up", "the scaling"],
-)
-def test_layers_that_differ_are_named(server, tmp_path, options, layers):
+DIFFERENT = {
+    "another version": ({"seed": 2}, "01"),
+    "one number": ({"change": one_number}, "1"),
+    "experts": ({"change": exchange("1.mlp.experts.2.", "1.mlp.experts.3.")}, "1"),
+    "gate and up": ({"change": exchange("0.mlp.experts.1.gate", "0.mlp.experts.1.up")}, "0"),
+    "the scaling": ({"lora_alpha": 1}, "01"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_layers_that_differ_are_named(server, tmp_path, what):
+    options, layers = DIFFERENT[what]
     lines, same = asked(server, tmp_path, **options)
     assert not same and "holds something else" in lines[0]
-    assert lines[1:] == [f"  {layer} has other factors" for layer in layers]
+    assert lines[1:] == [f"  layers.{layer} has other factors" for layer in layers]
 
 
 def test_what_is_in_the_slot_counts(llm, server, tmp_path):
@@ -140,18 +136,14 @@ def test_what_is_in_the_slot_counts(llm, server, tmp_path):
         inner.modules[LINEAR].reset_lora(0)
     lines, same = asked(server, tmp_path)
     assert not same
-    assert lines[1:] == [
-        "  layers.0 has other factors",
-        "  layers.1 has other factors",
-        f"  the slot lacks {LINEAR}",
-    ]
+    others = [f"  layers.{layer} has other factors" for layer in (0, 1)]
+    assert lines[1:] == [*others, f"  the slot lacks {LINEAR}"]
 
 
 def test_factors_that_no_module_uses_are_named(llm, server, tmp_path):
     for worker in llm.llm_engine.workers:
-        model = next(
-            iter(worker.model_runner.lora_manager._adapter_manager._registered_adapters.values())
-        )
+        inner = worker.model_runner.lora_manager._adapter_manager
+        (model,) = inner._registered_adapters.values()
         model.loras["model.layers.0.mlp.wrong"] = model.loras.pop(LINEAR)
     lines, same = asked(server, tmp_path)
     assert not same and "  no module uses the factors of model.layers.0.mlp.wrong" in lines
@@ -201,10 +193,7 @@ def test_stacks_of_experts_are_what_vllm_holds(served):
     config = LoraConfig.parse({"r": rank, "lora_alpha": 2 * rank, "peft_type": "LORA"})
     draws = torch.Generator().manual_seed(0)
     module, sums = FusedMoE3DWithLoRA(), []
-    for stack, part, (wide, tall) in (
-        ("w13", ".base_layer", (K, 2 * I)),
-        ("w2", "", (I, K)),
-    ):
+    for stack, part, wide, tall in (("w13", ".base_layer", K, 2 * I), ("w2", "", I, K)):
         a = torch.randn(E, rank, wide, generator=draws)
         b = torch.randn(E, tall, rank, generator=draws)
         setattr(module, f"{stack}_lora_a_stacked", (a[None],))

@@ -15,6 +15,7 @@ from moelora.reference.delta import moe_lora_delta_ref
 pytest_plugins = ["vllm_fixtures"]
 
 HIDDEN, SPARE = 48, 8
+THEIRS = "vLLM's own kernels add the adapters of its linear layers"
 QKV = (64, 16, 16)
 # Columns of the slices, and the rank of each slot; 0: an adapter without factors for the layer.
 SPECS = {
@@ -38,11 +39,8 @@ class Linear:
         layer.tp_size, layer.tp_rank, layer.n_slices = 1, 0, len(widths)
         layer.output_slices, layer.input_size, layer.device = widths, HIDDEN, "cpu"
         layer.output_sizes = list(widths)
-        config = SimpleNamespace(
-            max_lora_rank=max(ranks) + SPARE,
-            lora_dtype=torch.float32,
-            fully_sharded_loras=sharded,
-        )
+        config = SimpleNamespace(lora_dtype=torch.float32, fully_sharded_loras=sharded)
+        config.max_lora_rank = max(ranks) + SPARE
         layer.create_lora_weights(self.slots, config)
         self.meta = vllm.LoRAKernelMeta.make(self.slots, tokens, "cpu")
         punica = vllm.PunicaWrapperGPU.__new__(vllm.PunicaWrapperGPU)
@@ -122,11 +120,8 @@ def test_mixed_adapters_and_ranks(linear, name, lines):
             a[slot, :, rank:] = b[slot, ..., rank:] = float("nan")
     layer.step([slot if slot < layer.slots else -1 for slot in MIXED])
     layer.check(layer())
-    (line,) = lines
-    assert (
-        line == "moelora: deltas add the adapters of linear layers; MOELORA_VLLM_LINEAR=0 leaves "
-        "them to vLLM"
-    )
+    said = "deltas add the adapters of linear layers; MOELORA_VLLM_LINEAR=0 leaves them to vLLM"
+    assert lines == [f"moelora: {said}"]
 
 
 def test_slots_come_and_go(linear):
@@ -212,18 +207,14 @@ def test_what_the_operator_refuses_stays_with_vllm(linear, served, lines):
     assert all(map(torch.equal, shrink[3:-1], meta)) and shrink[-1] == 1.0
     assert expand[0] is h and named == {"offset_start": 0, "add_inputs": True}
     (line,) = lines
-    assert line.endswith("; vLLM's own kernels add the adapters of its linear layers")
+    assert line.endswith(f"; {THEIRS}")
 
 
 def test_fully_sharded_layers_stay_with_vllm(linear, lines):
     layer = linear(sharded=True)
     assert not hasattr(layer.layer, "_moelora_ranks")
     layer.load(0, 0)
-    (line,) = lines
-    assert line == (
-        "moelora: fully_sharded_loras is on; vLLM's own kernels add the adapters of its linear "
-        "layers"
-    )
+    assert lines == [f"moelora: fully_sharded_loras is on; {THEIRS}"]
 
 
 def test_compiled_models_of_vllm_are_others(vllm):
@@ -234,30 +225,29 @@ def test_compiled_models_of_vllm_are_others(vllm):
     assert getattr(load(place), name)("config") == ["config", f"moelora {moelora.__version__}"]
 
 
-LEFT = {
-    "switch": "MOELORA_VLLM_LINEAR=0",
-    "another card": "moelora was not measured on this card, and MOELORA_VLLM_LINEAR is not 1",
-    "other kernels": "moelora was not measured on this card, and MOELORA_VLLM_LINEAR is not 1",
-    "changed": "['self', 'y', 'x']",
-}
+B200, H200 = "NVIDIA B200", "NVIDIA H200"
+UNMEASURED = "moelora was not measured on this card, and MOELORA_VLLM_LINEAR is not 1"
 
 
-@pytest.mark.parametrize("why", [*LEFT, "forced"])
-def test_left_to_vllm(vllm, lines, why):
-    for name, value, when in (
-        ("MOELORA_VLLM_LINEAR", "0", "switch"),
-        ("MOELORA_VLLM_LINEAR", "1", "forced"),
-        ("MOELORA_MAX_CC", "80", "other kernels"),
-    ):
-        if why == when:
+@pytest.mark.parametrize(
+    ("card", "change", "why"),
+    [
+        (H200, {"MOELORA_VLLM_LINEAR": "0"}, "MOELORA_VLLM_LINEAR=0"),
+        (B200, {}, UNMEASURED),
+        (H200, {"MOELORA_MAX_CC": "80"}, UNMEASURED),
+        (H200, {"add_lora_linear": lambda self, y, x: None}, "['self', 'y', 'x']"),
+        (B200, {"MOELORA_VLLM_LINEAR": "1"}, None),
+    ],
+)
+def test_left_to_vllm(vllm, lines, card, change, why):
+    for name, value in change.items():
+        if callable(value):
+            vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, name, value)
+        else:
             vllm.monkeypatch.setenv(name, value)
-    if why == "changed":
-        vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, "add_lora_linear", lambda self, y, x: None)
-    vllm.register(card="NVIDIA B200" if why in ("another card", "forced") else "NVIDIA H200")
+    vllm.register(card=card)
     assert hasattr(vllm.PunicaWrapperGPU.add_lora_w13, "_moelora")
-    assert hasattr(vllm.PunicaWrapperGPU.add_lora_linear, "_moelora") == (why not in LEFT)
-    left = [line for line in lines if LEFT.get(why, "adapters of its linear layers") in line]
-    assert len(left) == (why in LEFT)
-    assert all(
-        line.endswith("; vLLM's own kernels add the adapters of its linear layers") for line in left
-    )
+    assert hasattr(vllm.PunicaWrapperGPU.add_lora_linear, "_moelora") == (why is None)
+    left = [line for line in lines if "adapters of its linear layers" in line]
+    assert len(left) == (why is not None)
+    assert all(why in line and line.endswith(f"; {THEIRS}") for line in left)

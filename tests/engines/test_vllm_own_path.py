@@ -10,7 +10,7 @@ from vllm_layer import Layer, load
 
 pytest_plugins = ["vllm_fixtures"]
 
-UNINTERLEAVE = "swigluoai_uninterleave"
+APART = "swigluoai_uninterleave"
 
 
 def own_path(layer, lines, reason, repeat=3):
@@ -26,6 +26,10 @@ def quant_config(name, *args, **kwargs):
     return getattr(load("vllm.model_executor.layers.fused_moe.config"), name)(*args, **kwargs)
 
 
+def swiglu(limit, alpha, beta):
+    return {"swiglu_limit": limit, "swiglu_alpha": alpha, "swiglu_beta": beta}
+
+
 def test_a_quantized_base(served, lines):
     quant = quant_config("fp8_w8a8_moe_quant_config", torch.ones(1), torch.ones(1))
     layer = Layer(served, Spec(mix="absent").build(), quant=quant)
@@ -36,37 +40,30 @@ def test_a_quantized_base(served, lines):
 
 def test_numbers_of_the_quantizations_config_go_first(served):
     numbers = {"gemm1_clamp_limit": 0.5, "gemm1_alpha": 1.2, "gemm1_beta": 1.0}
-    others = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 0.5}
-    for spec in (Spec(limit=0.5), Spec(activation=UNINTERLEAVE, alpha=1.2, limit=0.5)):
+    for spec in (Spec(limit=0.5), Spec(activation=APART, alpha=1.2, limit=0.5)):
         quant = quant_config("biased_moe_quant_config", None, None, **numbers)
-        layer = Layer(served, spec.build(), quant=quant, **others)
+        layer = Layer(served, spec.build(), quant=quant, **swiglu(7.0, 1.702, 0.5))
         layer.check(layer.step()())
 
 
-def test_swigluoai_with_the_numbers_of_silu(served):
-    """Alpha 1 and beta 0: another name for silu with a limit."""
-    layer = Layer(served, Spec(limit=0.5).build(), swiglu_alpha=1.0, swiglu_beta=0.0)
-    layer.activation = served.MoEActivation.SWIGLUOAI_UNINTERLEAVE
-    layer.check(layer.step()())
-
-
-NO_NUMBERS = {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "swiglu_beta": 0.0}
+SILUS = swiglu(0.5, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("spec", "config"),
+    ("spec", "config", "activation"),
     [
         # A linear beta that is not positive is none, as vLLM's kernel has it.
-        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": 0.0}),
-        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": -1.0}),
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": 0.0}, "situ"),
+        (Spec(activation="situ", alpha=4.0), {"activation_situ_linear_beta": -1.0}, "situ"),
         # These take no numbers from configurations.
-        (Spec(activation="swigluoai", slices=1), NO_NUMBERS),
-        (Spec(activation="swiglustep", slices=1), NO_NUMBERS),
+        (Spec(activation="swigluoai", slices=1), SILUS, "swigluoai"),
+        (Spec(activation="swiglustep", slices=1), SILUS, "swiglustep"),
+        (Spec(limit=0.5), SILUS, APART),  # another name for silu with a limit
     ],
-    ids=["no_linear_beta", "negative_linear_beta", "swigluoai", "swiglustep"],
 )
-def test_numbers_that_change_nothing(served, spec, config):
+def test_numbers_of_other_activations(served, spec, config, activation):
     layer = Layer(served, spec.build(), **config)
+    layer.activation = served.MoEActivation(activation)
     layer.check(layer.step()())
 
 
@@ -85,65 +82,39 @@ def hook_rows(layer):
     layer.experts.post_gemm2_hook = lambda rows, output: None
 
 
-SILU, SITU, OAI = Spec(), Spec(activation="situ"), Spec(activation=UNINTERLEAVE)
-LIMIT_7 = {"swiglu_limit": 7.0}
+def offload(layer):
+    layer.p.w2._vllm_is_uva_offloaded = True
+
+
+SILU, SITU, OAI = Spec(), Spec(activation="situ"), Spec(activation=APART)
+OF_HALVES = Spec(activation="swigluoai", slices=2)
+NO_GATE = Spec(activation="relu2", slices=1)
+OWN_PAIRS = "gate and up have adapters of their own, while their weights are interleaved"
 
 
 @pytest.mark.parametrize(
-    ("spec", "config", "change", "reason"),
+    ("spec", "change", "reason"),
     [
-        (SILU, {"swiglu_limit": 0.0}, None, "the limit of silu is 0.0"),
-        (SITU, {"activation_situ_linear_beta": 25.0}, None, "situ has beta None"),
-        (SITU, {"activation_situ_beta": 0.0}, None, "situ has beta 0.0"),
-        (
-            OAI,
-            {**LIMIT_7, "swiglu_alpha": 1.702, "swiglu_beta": 0.5},
-            None,
-            "swigluoai_uninterleave has limit 7.0, alpha 1.702 and beta 0.5",
-        ),
-        (
-            OAI,
-            {"swiglu_alpha": 1.702},
-            None,
-            "swigluoai_uninterleave has limit None, alpha 1.702 and beta 1.0",
-        ),
-        (
-            OAI,
-            {**LIMIT_7, "swiglu_beta": None},
-            None,
-            "swigluoai_uninterleave has limit 7.0, alpha None and beta None",
-        ),
-        (
-            Spec(mix="many", slices=1),
-            {},
-            activation("GELU"),
-            "there is no activation 'gelu'",
-        ),
-        (
-            Spec(mix="many", activation="relu2", slices=1),
-            {},
-            activation("SILU_NO_MUL"),
-            "there is no activation 'silu_no_mul'",
-        ),
-        (SILU, {}, shard_adapters, "the adapters are fully sharded"),
-        (
-            Spec(activation="swigluoai", slices=2),
-            {},
-            None,
-            "gate and up have adapters of their own, while their weights are interleaved",
-        ),
-        (
-            SILU,
-            {},
-            lambda layer: setattr(layer.p.w2, "_vllm_is_uva_offloaded", True),
-            "the expert weights are in host memory",
-        ),
-        (Spec(mix="absent"), {}, hook_rows, "the rows before the weighted sum are wanted"),
+        (SILU, {"swiglu_limit": 0.0}, "the limit of silu is 0.0"),
+        (SITU, {"activation_situ_linear_beta": 25.0}, "situ has beta None"),
+        (SITU, {"activation_situ_beta": 0.0}, "situ has beta 0.0"),
+        (OAI, swiglu(7.0, 1.702, 0.5), f"{APART} has limit 7.0, alpha 1.702 and beta 0.5"),
+        (OAI, swiglu(None, 1.702, 1.0), f"{APART} has limit None, alpha 1.702 and beta 1.0"),
+        (OAI, swiglu(7.0, None, 1.0), f"{APART} has limit 7.0, alpha None and beta 1.0"),
+        (OAI, swiglu(7.0, 1.702, None), f"{APART} has limit 7.0, alpha 1.702 and beta None"),
+        (OF_HALVES, {}, OWN_PAIRS),
+        (Spec(slices=1), activation("GELU"), "there is no activation 'gelu'"),
+        (NO_GATE, activation("SILU_NO_MUL"), "there is no activation 'silu_no_mul'"),
+        (SILU, shard_adapters, "the adapters are fully sharded"),
+        (SILU, offload, "the expert weights are in host memory"),
+        (Spec(mix="absent"), hook_rows, "the rows before the weighted sum are wanted"),
     ],
 )
-def test_what_is_not_there_runs_vllms_own_path(served, lines, spec, config, change, reason):
-    layer = Layer(served, spec.build(), **config)
-    change and change(layer)
+def test_what_is_not_there_runs_vllms_own_path(served, lines, spec, change, reason):
+    """`change`: of the configuration, or of the layer."""
+    layer = Layer(served, spec.build(), **({} if callable(change) else change))
+    if callable(change):
+        change(layer)
     own_path(layer, lines, reason)
 
 

@@ -403,6 +403,5 @@ def test_the_class_that_drops_adapters_is_named(vllm, lines):
     place = load("vllm.model_executor.layers.fused_moe.experts.triton_moe")
     theirs = place.TritonWNA16Experts(layer.moe_config, layer.method.moe_quant_config)
     vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
-    assert lines[-1] == (
-        "moelora: vLLM's TritonWNA16Experts IGNORES ADAPTERS: answers are the base model's"
-    )
+    said = "vLLM's TritonWNA16Experts IGNORES ADAPTERS: answers are the base model's"
+    assert lines[-1] == f"moelora: {said}"

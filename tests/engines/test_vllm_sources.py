@@ -53,10 +53,8 @@ def test_models_have_the_names_that_are_written(sources, model_type):
     """`moelora adapters --per-expert` is tested against this table."""
     _, block, projections, others = VLLM[model_type]
     text = text_of(sources, model_type)
-    for attribute in filter(
-        None, [block, *(n for name in others.values() for n in name.split("."))]
-    ):
-        if attribute not in ("up_proj", "proj"):
+    for attribute in [block, *(n for name in others.values() for n in name.split("."))]:
+        if attribute not in ("", "up_proj", "proj"):
             assert re.search(rf"self\.{attribute}\b", text), attribute
     found = re.search(r"ckpt_names=\(([^)]*)\)", text)
     assert (ast.literal_eval(f"({found[1]})") if found else PROJ) == projections
@@ -198,10 +196,8 @@ def test_how_a_release_quantizes_activations(sources):
 
 def test_the_trap_is_still_one(sources):
     """`TritonWNA16Experts` supports LoRA by inheritance, and its apply reads no context."""
-    module, node = sources.find(
-        "vllm.model_executor.layers.fused_moe.experts.triton_moe", "TritonWNA16Experts"
-    )
-
+    place = "vllm.model_executor.layers.fused_moe.experts.triton_moe"
+    module, node = sources.find(place, "TritonWNA16Experts")
     assert "_lora_context" not in ast.unparse(node)
     assert sources.method(module, node, "set_lora_context") is not None
 

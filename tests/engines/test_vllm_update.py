@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checks import freed
 from conftest import DEVICES
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, LoRAModelManager, R
@@ -61,10 +62,7 @@ def stacked(draws, rank):
     """Experts as PEFT's `target_parameters`; the products are those of its own shapes."""
     tensors, products = {}, {}
     for name in LAYERS:
-        for key, up, (wide, tall) in (
-            (f"{name}.base_layer", True, (K, 2 * I)),
-            (name, False, (I, K)),
-        ):
+        for key, up, wide, tall in ((f"{name}.base_layer", True, K, 2 * I), (name, False, I, K)):
             a = torch.randn(E, rank, wide, generator=draws)
             b = torch.randn(tall, rank, E, generator=draws)
             tensors[f"base_model.model.{key}.lora_A.weight"] = a.flatten(0, 1)
@@ -89,9 +87,8 @@ def serves(found, seed, **options):
 def serves_products(found, every):
     for products in found:
         for name, wanted in every.items():
-            torch.testing.assert_close(
-                products[name], wanted, msg=lambda why, n=name: f"{n}: {why}"
-            )
+            message = lambda why, n=name: f"{n}: {why}"  # noqa: E731
+            torch.testing.assert_close(products[name], wanted, msg=message)
 
 
 def versions(engine):
@@ -238,13 +235,6 @@ def nan(tensor):
     return torch.where(torch.arange(tensor.numel()).view_as(tensor) == 3, float("nan"), tensor)
 
 
-def freed(tensor):
-    """As FSDP frees what it has gathered."""
-    freed = tensor.clone()
-    freed.untyped_storage().resize_(0)
-    return freed
-
-
 def test_freed_tensors_are_not_shared(served):
     with pytest.raises(ValueError, match="a has elements up to byte 64 of a storage of 0"):
         handle_module().share_tensors({"a": freed(torch.ones(16))})
@@ -266,15 +256,11 @@ def test_threads_update_one_after_the_other(llm, monkeypatch):
     assert versions(engine) == ["a@1", "b@1"]
 
 
-ONE = r"layers\.1.*\.2\.gate_proj\.lora_B"
 BAD = {
     "another GPU": (lambda: shared(device="GPU-7"), "on GPU GPU-7, which this worker does not see"),
     "no longer there": (lambda: shared(), "the shared tensors are gone"),
     "one stack": (without("base_layer", stacks=True), "'law@2'"),
-    "columns": (
-        changed(key="o_proj.lora_A", tensor=lambda t: t[:, :-1]),
-        "factors .* wanted 16 col",
-    ),
+    "columns": (changed(key="o_proj.lora_A", tensor=lambda t: t[:, :-1]), "factors .* 16 columns"),
     "rows": (changed(key=r"gate_proj\.lora_B", tensor=lambda t: t[:-1]), "factors .* and 8 rows"),
     "one expert": (changed(tensor=lambda t: t[:-1]), "'law@2': .*stack expects each tensor"),
     "nan": (changed(tensor=nan), "experts has factors that are NaN or infinite"),
@@ -294,10 +280,7 @@ BAD = {
         changed(**{f"base_model.model.x.lora_{s}.weight": torch.ones(2, 2) for s in "AB"}),
         "factors of x, which no layer",
     ),
-    "no tensor": (
-        changed(**{"base_model.model.x.weight": torch.ones(1)}),
-        "unsupported LoRA weight",
-    ),
+    "no tensor": (changed(**{"base_model.model.x.weight": torch.ones(1)}), "unsupported LoRA"),
     "a path": ("/tmp/law", "is a str, wanted"),
     "a path in a pair": (("/tmp/law", {}), "config is a str, wanted .* files are not read"),
     "nothing": (({}, {}), "tensors is {}, wanted tensors by name"),
@@ -449,14 +432,17 @@ def test_an_update_costs_no_more_for_more_experts(llm, monkeypatch):
     """If it has stacks, no names of experts are looked up, and factors are checked once."""
     looked_up, checks = [], []
     get, check = LoRAModelManager._get_lora_layer_weights, update.first_not_finite
-    monkeypatch.setattr(
-        LoRAModelManager,
-        "_get_lora_layer_weights",
-        lambda self, model, name: [looked_up.append(name), get(self, model, name)][1],
-    )
-    monkeypatch.setattr(
-        update, "first_not_finite", lambda all: [checks.append(len(all)), check(all)][1]
-    )
+
+    def look_up(self, model, name):
+        looked_up.append(name)
+        return get(self, model, name)
+
+    def counted(every):
+        checks.append(len(every))
+        return check(every)
+
+    monkeypatch.setattr(LoRAModelManager, "_get_lora_layer_weights", look_up)
+    monkeypatch.setattr(update, "first_not_finite", counted)
     update.update_adapters(llm, {"law": given(1, stacks=True)})
     assert set(looked_up) == {LINEAR, *LAYERS}
     assert set(checks) == {6 * len(LAYERS)} and len(checks) == len(llm.llm_engine.workers)

@@ -44,55 +44,42 @@ class Deltas(Layer):
         count = self.moe_config.num_local_experts
         return tuple(s.expand(-1, count, -1, -1) for s in stacks)
 
+    def _add(self, hook, own, changes):
+        p, ctx = self.p, self.experts._lora_context
+        tokens, top_k = p.topk_ids.shape
+        every = {"topk_weights": p.topk_weights, "num_tokens": tokens, "w1": None, "w2": None}
+        every |= {"top_k_num": top_k, "top_k": top_k, "max_loras": self.slots}
+        every |= {"adapter_enabled": ctx.adapter_enabled, "use_tuned_config": False}
+        return hook(**every | own | changes)
+
     def gate_up(self, y, fully_sharded=False, **changes):
         p, ctx = self.p, self.experts._lora_context
-        arguments = {
+        own = {
             "y": y.view(-1, y.size(-1)),  # as Marlin has it
             "x": p.hidden_states,
             "lora_a_stacked": self.expanded(ctx.w13_lora_a_stacked),
             "lora_b_stacked": ctx.w13_lora_b_stacked,
             "topk_ids": p.topk_ids,
-            "topk_weights": p.topk_weights,
             "expert_map": p.expert_map,
-            "w1": None,
-            "w2": None,
-            "num_tokens": p.topk_ids.size(0),
-            "top_k_num": p.topk_ids.size(1),
-            "max_loras": self.slots,
-            "adapter_enabled": ctx.adapter_enabled,
             "local_num_experts": self.moe_config.num_local_experts,
-            "top_k": p.topk_ids.size(1),
             "num_slices": len(ctx.w13_lora_a_stacked),
             "fully_sharded": fully_sharded,
-            "use_tuned_config": False,
             "token_lora_mapping": ctx.local_token_lora_mapping,
         }
-        return self.punica.add_lora_w13(**arguments | changes)
+        return self._add(self.punica.add_lora_w13, own, changes)
 
     def down(self, z, h, lists, fully_sharded=False, tp_rank=0, **changes):
-        p, ctx = self.p, self.experts._lora_context
-        arguments = {
+        ctx = self.experts._lora_context
+        names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora")
+        own = dict(zip((*names, "token_lora_mapping"), lists, strict=True)) | {
             "y": z,
             "x": h.flatten(0, 1),
             "lora_a_stacked": ctx.w2_lora_a_stacked,
             "lora_b_stacked": self.expanded(ctx.w2_lora_b_stacked),
-            "topk_weights": p.topk_weights,
-            "sorted_token_ids_lora": lists[0],
-            "expert_ids_lora": lists[1],
-            "num_tokens_post_padded_lora": lists[2],
-            "token_lora_mapping": lists[3],
-            "num_tokens": p.topk_ids.size(0),
-            "w1": None,
-            "w2": None,
-            "top_k_num": p.topk_ids.size(1),
-            "max_loras": self.slots,
-            "adapter_enabled": ctx.adapter_enabled,
-            "top_k": p.topk_ids.size(1),
             "fully_sharded": fully_sharded,
             "tp_rank": tp_rank,
-            "use_tuned_config": False,
         }
-        self.punica.add_lora_w2(**arguments | changes)
+        self._add(self.punica.add_lora_w2, own, changes)
 
     def __call__(self):
         p = self.p

@@ -41,7 +41,7 @@ class VLLM:
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
         for place, names in vllm_stand_in.PLACES.items():
-            for name in names:
+            for name in names.split():
                 setattr(self, name, getattr(load(place), name, None))
         self.plugin = load(HERE)
         self.interface = load(f"{HERE}.interface")

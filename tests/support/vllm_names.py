@@ -7,33 +7,20 @@ projection, and the names of other layers of a decoder layer, transformers' firs
 
 PROJ, W123 = ("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3")
 BLOCK = "block_sparse_moe"
+ROUTER = {f"{BLOCK}.router": f"{BLOCK}.gate"}
+V32 = "vllm.models.deepseek_v32.nvidia.model deepseek_v2"
 
 VLLM = {
     "afmoe": ("afmoe", "mlp", PROJ, {"mlp.router.gate": "mlp.gate"}),
     "deepseek_v3": ("deepseek_v2", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
-    "deepseek_v32": (
-        "vllm.models.deepseek_v32.nvidia.model deepseek_v2",
-        "mlp",
-        PROJ,
-        {"mlp.gate": "mlp.gate"},
-    ),
+    "deepseek_v32": (V32, "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
     "ernie4_5_moe": ("ernie45_moe", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
     "exaone_moe": ("exaone_moe", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
     "gemma4_text": ("gemma4", "", PROJ, {"router.proj": "router.proj"}),
     "glm4_moe": ("glm4_moe", "mlp", PROJ, {"mlp.gate": "mlp.gate"}),
-    "granitemoe": ("granitemoe", BLOCK, PROJ, {f"{BLOCK}.router": f"{BLOCK}.gate"}),
-    "granitemoehybrid": (
-        "granitemoehybrid granitemoe",
-        BLOCK,
-        PROJ,
-        {f"{BLOCK}.router": f"{BLOCK}.gate"},
-    ),
-    "granitemoeshared": (
-        "granitemoeshared granitemoe",
-        BLOCK,
-        PROJ,
-        {f"{BLOCK}.router": f"{BLOCK}.gate"},
-    ),
+    "granitemoe": ("granitemoe", BLOCK, PROJ, ROUTER),
+    "granitemoehybrid": ("granitemoehybrid granitemoe", BLOCK, PROJ, ROUTER),
+    "granitemoeshared": ("granitemoeshared granitemoe", BLOCK, PROJ, ROUTER),
     "hy_v3": ("hy_v3", "mlp", PROJ, {"mlp.shared_experts.up_proj": "mlp.shared_mlp.up_proj"}),
     "jamba": ("jamba", "feed_forward", PROJ, {"feed_forward.router": "feed_forward.router"}),
     "laguna": ("laguna", "mlp", PROJ, {"mlp.shared_experts.up_proj": "mlp.shared_expert.up_proj"}),

@@ -442,37 +442,33 @@ tensor_model_parallel_all_gather = takes("input_ dim", dim=-1)
 tensor_model_parallel_all_reduce = tensor_model_parallel_all_gather
 
 _MOE = "vllm.model_executor.layers.fused_moe"
+_LORA = "vllm.lora.layers"
+_OPS = "vllm.lora.ops.triton_ops"
 PLACES = {
-    f"{_MOE}.activation": ["MoEActivation"],
-    f"{_MOE}.all2all_utils": ["maybe_make_prepare_finalize"],
-    f"{_MOE}.config": [
-        "FusedMoEConfig",
-        "FusedMoEParallelConfig",
-        "biased_moe_quant_config",
-        "fp8_w8a8_moe_quant_config",
-    ],
-    f"{_MOE}.experts.lora_context": ["MoELoRAContext"],
-    f"{_MOE}.experts.fused_batched_moe": ["BatchedTritonExperts"],
-    f"{_MOE}.experts.triton_moe": ["TritonExperts", "TritonWNA16Experts"],
-    f"{_MOE}.modular_kernel": ["FusedMoEKernel", "ExpertTokensMetadata"],
-    f"{_MOE}.oracle.unquantized": ["UnquantizedMoeBackend", "backend_to_kernel_cls"],
-    f"{_MOE}.prepare_finalize": ["MoEPrepareAndFinalizeNoDPEPModular"],
-    f"{_MOE}.prepare_finalize.naive_dp_ep": ["MoEPrepareAndFinalizeNaiveDPEPModular"],
-    "vllm.compilation.caching": ["aot_compile_hash_factors"],
-    "vllm.config": ["get_current_vllm_config_or_none"],
-    "vllm.distributed": ["tensor_model_parallel_all_gather", "tensor_model_parallel_all_reduce"],
-    "vllm.lora.layers.fused_moe": ["FusedMoEWithLoRA", "FusedMoE3DWithLoRA"],
-    "vllm.lora.layers.base_linear": ["BaseLinearLayerWithLoRA"],
-    "vllm.lora.layers.column_parallel_linear": [
-        "MergedColumnParallelLinearWithLoRA",
-        "MergedColumnParallelLinearWithShardedLoRA",
-    ],
-    "vllm.lora.layers.logits_processor": ["LogitsProcessorWithLoRA"],
-    "vllm.lora.punica_wrapper.punica_gpu": ["PunicaWrapperGPU"],
-    "vllm.lora.ops.triton_ops.lora_kernel_metadata": ["LoRAKernelMeta"],
-    "vllm.lora.ops.triton_ops.lora_shrink_op": ["_lora_shrink"],
-    "vllm.lora.ops.triton_ops.lora_expand_op": ["_lora_expand"],
-    "vllm.lora.peft_helper": ["PEFTHelper"],
+    f"{_MOE}.activation": "MoEActivation",
+    f"{_MOE}.all2all_utils": "maybe_make_prepare_finalize",
+    f"{_MOE}.config": "FusedMoEConfig FusedMoEParallelConfig biased_moe_quant_config "
+    "fp8_w8a8_moe_quant_config",
+    f"{_MOE}.experts.lora_context": "MoELoRAContext",
+    f"{_MOE}.experts.fused_batched_moe": "BatchedTritonExperts",
+    f"{_MOE}.experts.triton_moe": "TritonExperts TritonWNA16Experts",
+    f"{_MOE}.modular_kernel": "FusedMoEKernel ExpertTokensMetadata",
+    f"{_MOE}.oracle.unquantized": "UnquantizedMoeBackend backend_to_kernel_cls",
+    f"{_MOE}.prepare_finalize": "MoEPrepareAndFinalizeNoDPEPModular",
+    f"{_MOE}.prepare_finalize.naive_dp_ep": "MoEPrepareAndFinalizeNaiveDPEPModular",
+    "vllm.compilation.caching": "aot_compile_hash_factors",
+    "vllm.config": "get_current_vllm_config_or_none",
+    "vllm.distributed": "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce",
+    f"{_LORA}.fused_moe": "FusedMoEWithLoRA FusedMoE3DWithLoRA",
+    f"{_LORA}.base_linear": "BaseLinearLayerWithLoRA",
+    f"{_LORA}.column_parallel_linear": "MergedColumnParallelLinearWithLoRA "
+    "MergedColumnParallelLinearWithShardedLoRA",
+    f"{_LORA}.logits_processor": "LogitsProcessorWithLoRA",
+    "vllm.lora.punica_wrapper.punica_gpu": "PunicaWrapperGPU",
+    f"{_OPS}.lora_kernel_metadata": "LoRAKernelMeta",
+    f"{_OPS}.lora_shrink_op": "_lora_shrink",
+    f"{_OPS}.lora_expand_op": "_lora_expand",
+    "vllm.lora.peft_helper": "PEFTHelper",
 }
 
 
@@ -496,5 +492,5 @@ def contents(version: str) -> dict[str, dict[str, object]]:
         "vllm.model_executor.utils": {},
         "vllm.platforms": {"current_platform": platform()},
     }
-    layers = {place: {n: globals()[n] for n in names} for place, names in PLACES.items()}
+    layers = {place: {n: globals()[n] for n in of.split()} for place, of in PLACES.items()}
     return layers | places(version) | lora() | others
