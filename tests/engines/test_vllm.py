@@ -64,9 +64,10 @@ def test_the_log_says_once_that_it_serves_layers(vllm, lines, caplog):
         assert lines == []
         layer()
         layer()
-    assert lines == [
-        f"moelora: version {moelora.__version__} runs MoE layers; MOELORA_VLLM=0 leaves them"
-    ]
+    (line,) = lines
+    assert line.startswith(
+        f"moelora: version {moelora.__version__} runs MoE layers; MOELORA_VLLM=0"
+    )
 
 
 def test_registering_twice_is_registering_once(vllm, lines):
@@ -124,10 +125,7 @@ def without_kernels(vllm):
         (failing, "could not register: ZeroDivisionError: division by zero"),
         (on(cuda=False), "the platform is not CUDA"),
         (on(capability=75), "there is no GPU of compute capability 8.0 or newer"),
-        (
-            without_kernels,
-            "this build of moelora has no CUDA kernels (it was made without nvcc: docs",
-        ),
+        (without_kernels, "this build of moelora has no CUDA kernels (it was made without nvcc: "),
     ],
 )
 def test_vllm_is_left_as_it_was(vllm, lines, monkeypatch, change, said):

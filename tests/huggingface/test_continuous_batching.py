@@ -68,6 +68,15 @@ def wait_for(condition):
     raise AssertionError("it took too long")
 
 
+def results(manager, count):
+    found = {}
+    while len(found) < count:
+        result = manager.get_result(timeout=1)
+        if result is not None:
+            found[result.request_id] = result
+    return found
+
+
 def texts(results):
     return [result.generated_tokens for result in results.values()]
 
@@ -122,18 +131,12 @@ def test_a_manager(served):
     with model.continuous_batching_context_manager(**options()) as manager:
         with pytest.raises(KeyError, match="no adapter 'other' is loaded"):
             manager.add_request(prompts[0], adapter_name="other")
-        ids = [
-            manager.add_request(prompt, adapter_name=name)
-            for prompt, name in zip(prompts, NAMES, strict=True)
-        ]
+        named = zip(prompts, NAMES, strict=True)
+        ids = [manager.add_request(prompt, adapter_name=name) for prompt, name in named]
         with moelora_hf.use_adapters(model, ["all"]):
             with pytest.raises(RuntimeError, match=r"add_request\(..., adapter_name=\)"):
                 manager.add_request(prompts[0])
-        found = {}
-        while len(found) < len(ids):
-            result = manager.get_result(timeout=1)
-            if result is not None:
-                found[result.request_id] = result
+        found = results(manager, len(ids))
         for name in filter(None, set(NAMES)):
             wait_for(lambda name=name: name not in pool or not pool.remove(name))  # it is idle
         assert not pool.names()
@@ -189,11 +192,7 @@ def test_requests_that_the_cache_has_no_room_for(served, monkeypatch):
     requests = [manager.add_request(prompts[0], adapter_name="all", **long) for _ in range(3)]
     manager.start()  # all three are in its first batch
     try:
-        found = {}
-        while len(found) < len(requests):
-            result = manager.get_result(timeout=1)
-            if result is not None:
-                found[result.request_id] = result
+        found = results(manager, len(requests))
     finally:
         manager.stop()
     assert len(queued) > len(requests), "none was put aside"

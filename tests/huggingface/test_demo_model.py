@@ -10,13 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from demo_data import (
-    ADAPTER_DOMAINS,
-    ADAPTERS_DIR,
-    DOMAINS,
-    MODEL_DIR,
-    eval_windows,
-)
+from demo_data import ADAPTER_DOMAINS, ADAPTERS_DIR, DOMAINS, MODEL_DIR, eval_windows
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 

@@ -155,9 +155,8 @@ def test_merged_adapters(config, tmp_path):
     alone = peft_of(model, save_adapters(model, tmp_path, "ac"))
     attached = copy.deepcopy(alone)
     moelora_peft.attach(attached)
-    for n, (got, wanted) in enumerate(
-        zip(merged_states(attached, ids), merged_states(alone, ids), strict=True)
-    ):
+    states = zip(merged_states(attached, ids), merged_states(alone, ids), strict=True)
+    for n, (got, wanted) in enumerate(states):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4, msg=f"state {n}")
     moelora_peft.detach(attached)
     assert not hasattr(attached.get_submodule("base_model.model"), "_moelora")
@@ -190,10 +189,8 @@ def test_unloaded_models(config, how, tmp_path):
     base.requires_grad_(False)
     moelora_hf.load_adapters(base, {"c": folders["c"]})
     with torch.no_grad():
-        got = base(ids, adapter_names=["c"] * 5).logits
-        torch.testing.assert_close(
-            got, with_peft(wanted, folders["c"])(ids).logits, rtol=2e-4, atol=2e-4
-        )
+        got, expected = base(ids, adapter_names=["c"] * 5), with_peft(wanted, folders["c"])(ids)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=2e-4, atol=2e-4)
 
 
 def test_adapters_that_come_later(tmp_path):
@@ -217,10 +214,8 @@ def test_adapters_that_come_later(tmp_path):
     run(["b"] * 5)
     run(["a"] * 4 + ["c"])
     assert sorted(pool.names()) == ["a", "c"]
-    with pytest.raises(
-        RuntimeError,
-        match=r"no slot for adapter 'b': all 2 .* or in use; attach\(model, max_loras=\)",
-    ):
+    full = r"no slot for adapter 'b': all 2 .* or in use; attach\(model, max_loras=\)"
+    with pytest.raises(RuntimeError, match=full):
         run(ROWS)
     with pytest.raises(ValueError, match=r"'b' has rank 8.* for 5; attach\(model, max_rank=8\)"):
         moelora_peft.attach(model, max_rank=5)
@@ -256,10 +251,9 @@ def test_adapters_of_moelora_after_those_of_peft(tmp_path):
     attached = peft_of(model, {"a": folders["a"]})
     moelora_peft.attach(attached)
     wanted = attached(ids).logits
+    message = r"peft.detach\(peft_model\), then peft_model.unload"
     for call in (moelora_hf.unload_adapters, lambda m: moelora_hf.load_adapters(m, folders)):
-        with pytest.raises(
-            RuntimeError, match=r"peft.detach\(peft_model\), then peft_model.unload"
-        ):
+        with pytest.raises(RuntimeError, match=message):
             call(attached.get_base_model())
     base = attached.unload()
     after = copy.deepcopy(base)
@@ -296,10 +290,7 @@ def test_misuse(tmp_path):
     batch = {"input_ids": ids, "adapter_names": NAMES, "max_new_tokens": 2, "do_sample": True}
     beams = transformers.GenerationConfig(num_beams=3)
     for copies, why in (
-        (
-            {"num_return_sequences": 2},
-            "repeat each prompt and its name 2 times, without num_return_",
-        ),
+        ({"num_return_sequences": 2}, "repeat each prompt and its name 2 times, without num_"),
         ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences=3 with adapter_names"),
         ({"generation_config": beams}, "num_beams=3 with .*; pass num_beams=3 to generate"),
     ):

@@ -11,13 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
-CONFIG = {
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj"],
-    "target_parameters": TARGETS,
-    "init_lora_weights": False,
-}
+CONFIG = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
+CONFIG |= {"target_modules": ["q_proj"], "target_parameters": TARGETS}
 
 
 def adapted(model, **options):
@@ -34,9 +29,8 @@ def gradients(model, ids, **kwargs):
     """By parameter, in float32."""
     model.zero_grad(set_to_none=True)
     model(ids, labels=ids, **kwargs).loss.backward()
-    return {
-        n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad and "experts" in n
-    }
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and "experts" in n}
+    return {n: p.grad.float() for n, p in trained.items()}
 
 
 def assert_alike(found, wanted, naive=None, factor=2.0):

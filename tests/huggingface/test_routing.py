@@ -86,10 +86,8 @@ def test_what_it_chose_itself_changes_no_bit(config):
         model(tokens)
     ids = routing.ids()
     every = ids.new_full((*ids.shape[:2], model.config.num_hidden_layers, ids.size(3)), 99)
-    with_experts = [
-        n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")
-    ]
-    every[:, :, with_experts] = ids
+    layers = enumerate(model.model.layers)
+    every[:, :, [n for n, layer in layers if hasattr(layer.mlp, "experts")]] = ids
     of_vllm = list(every.to(torch.uint8).numpy())
     for given in (ids, ids[:, :2], list(ids.int().numpy()), of_vllm):
         with mt.replay_routing(model, given):
@@ -132,10 +130,7 @@ BAD = {
     "floats": (lambda ids: ids.float(), "of float32, wanted integers"),
     "rows": (lambda ids: ids[:2], "ids is of 2 rows of 8 tokens"),
     "tokens": (lambda ids: torch.cat([ids, ids], 1), "ids is of 3 rows of 16 tokens"),
-    "top_k": (
-        lambda ids: ids[..., :2],
-        "with 2 experts each, and the forward has 27 tokens with 3",
-    ),
+    "top_k": (lambda ids: ids[..., :2], "with 2 experts each, and the forward has 27 tokens with"),
     "expert": (lambda ids: ids + 60, "ids has expert 6. of"),
     "None": (lambda ids: [None] * ROWS, "None, .* enable_return_routed_experts"),
     "rows of floats": (lambda ids: list(ids.float()), "of float32, .* wanted integers .tokens"),

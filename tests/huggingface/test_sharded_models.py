@@ -25,10 +25,8 @@ from moelora.integrations.peft import parallel  # noqa: E402
 
 MODULES = "moelora.integrations.peft transformers.models.{0}.modeling_{0} pytest"
 ROOT = Path(__file__).resolve().parents[2]
-ON_TWO_GPUS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ON_TWO_GPUS = [pytest.mark.gpu, TWO_GPUS]
 PAIRS = {"a": {"seed": 1}, "b": {"seed": 2, "r": 8}, "c": {"seed": 3, "r": 8}}
 
 
@@ -39,18 +37,16 @@ def write(config, folder):
     for name, options in PAIRS.items():
         whole_models.write_adapter(model, folder / name, chosen=lambda name: True, **options)
     ids = tokens(len(parallel_cases.ROWS))
-    pool = moelora_hf.load_adapters(
-        model, [folder / "a", folder / "b"], max_loras=3, max_rank=8, targets="all"
-    )
+    options = {"max_loras": 3, "max_rank": 8, "targets": "all"}
+    pool = moelora_hf.load_adapters(model, [folder / "a", folder / "b"], **options)
     with torch.no_grad():
         rows = parallel_cases.ROWS
         expected = {"ids": ids, "base": model(ids).logits}
         expected["mixed"] = model(ids, adapter_names=rows).logits
         pool.update("b", folder / "c")
         expected["updated"] = model(ids, adapter_names=rows).logits
-        expected["generated"] = model.generate(
-            ids, adapter_names=rows, max_new_tokens=3, do_sample=False
-        )
+        options = {"max_new_tokens": 3, "do_sample": False}
+        expected["generated"] = model.generate(ids, adapter_names=rows, **options)
     torch.save(expected, folder / "expected")
     torch.save(pool.memory_bytes(), folder / "bytes")
 
@@ -163,12 +159,7 @@ def run(folder, processes, config, cases):
 @pytest.mark.parametrize(
     ("processes", "config", "cases"),
     [
-        pytest.param(
-            2,
-            "qwen3_moe",
-            [*parallel_cases.MODES, "disagree", "refused", "average"],
-            id="qwen3",
-        ),
+        pytest.param(2, "qwen3_moe", [*parallel_cases.MODES, *parallel_cases.OTHERS], id="qwen3"),
         pytest.param(2, "deepseek_v3", ["tp"], id="deepseek_v3"),
         pytest.param(2, "gpt_oss", ["tp and ep"], id="gpt_oss", marks=pytest.mark.slow),
         pytest.param(4, eight, ["fsdp and tp", "ep of all"], id="four processes"),

@@ -52,9 +52,8 @@ def test_each_learns_as_with_peft_alone(tmp_path, config, targets):
     found = train(ours, tenants, ids)
     for name in ("a", "b"):
         rows = [i for i, row in enumerate(ROWS) if row == name]
-        theirs = peft.PeftModel.from_pretrained(
-            copy.deepcopy(model), tmp_path / name, is_trainable=True
-        )
+        theirs = copy.deepcopy(model)
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / name, is_trainable=True)
         parameters = [p for p in theirs.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
         for step in found:

@@ -122,6 +122,7 @@ def test_misuse(tmp_path):
         ({"adapters": [None]}, "adapters has None, wanted folders, or ids of the Hub"),
         ({"adapters": {"a": 3}}, "adapters has 3, wanted folders, or ids of the Hub"),
         ({"targets": []}, r'targets is \[\], wanted "all" or a list of names'),
+        ({"targets": "q_proj"}, "targets is 'q_proj', wanted \"all\" or a list of names"),
         ({"targets": 3}, 'targets is 3, wanted "all" or a list of names'),
         ({"layout": 3}, "layout is 3, wanted one of"),
     ):

@@ -134,10 +134,8 @@ def test_experts_on_several_gpus_run():
 def test_a_rank_that_no_engine_serves_has_to_be_asked_for(tmp_path):
     """One expert of a small file would make all of every slot that wide."""
     key = "base_model.model.model.layers.1.mlp.experts.0.down_proj"
-    state = {
-        f"{key}.lora_A.weight": torch.ones(600, 24),
-        f"{key}.lora_B.weight": torch.ones(32, 600),
-    }
+    a, b = torch.ones(600, 24), torch.ones(32, 600)
+    state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
     save_file(state, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

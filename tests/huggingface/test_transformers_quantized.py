@@ -89,9 +89,8 @@ def test_no_stack_of_experts_is_ever_dequantized(made):
 @pytest.mark.slow
 def test_a_compiled_base_model(made):
     folder, _ = made
-    model = moelora_hf.load_quantized(
-        folder, attn_implementation="eager", activations=native(folder)
-    )
+    options = {"attn_implementation": "eager", "activations": native(folder)}
+    model = moelora_hf.load_quantized(folder, **options)
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0.05, atol=0.2)
 
@@ -171,6 +170,8 @@ def test_what_such_a_model_cannot_do(made, tmp_path):
 
 UP = f"{LAYER}.1.up_proj"
 DOWN = f"{LAYER}.3.down_proj"
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+ONES = torch.ones(8, 8, dtype=torch.int64)
 MXFP4_FOLDERS = {
     "scales": (drop(f"{LAYER}.down_proj_scales"), r"no tensor .*0.mlp.experts.down_proj_scales"),
     "shape": (
@@ -200,10 +201,7 @@ GPTQ_FOLDERS = {
         put(f"{DOWN}.scales", lambda t: t / 0),
         r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, infinite or beyond 65504",
     ),
-    "bias": (
-        put(f"{UP}.bias", [1.0] * 192),
-        f"{UP}.bias is no tensor that gptq has in experts like these",
-    ),
+    "bias": (put(f"{UP}.bias", [1.0] * 192), f"{UP}.bias is no tensor that gptq has in experts"),
     "experts": (
         lambda t: t | {f"{LAYER}.8.up_proj.qweight": t[f"{UP}.qweight"] + 1},
         f"{LAYER}.8.up_proj.qweight is no tensor that gptq has",
@@ -216,11 +214,8 @@ GPTQ_FOLDERS = {
         r"experts.\*.gate_proj and up_proj: scales\[0\] has shape \(2, 384\), expected \(2, 256\)",
     ),
     "attention": (
-        lambda tensors: (
-            drop("model.layers.1.self_attn.q_proj.weight")(tensors)
-            | {"model.layers.1.self_attn.q_proj.qweight": nibbles_to_words(torch.ones(8, 8).long())}
-        ),
-        "no tensor model.layers.1.self_attn.q_proj.scales, which the model wants",
+        lambda t: drop(f"{Q_PROJ}.weight")(t) | {f"{Q_PROJ}.qweight": nibbles_to_words(ONES)},
+        f"no tensor {Q_PROJ}.scales, which the model wants",
     ),
 }
 FP8_FOLDERS = {
@@ -233,10 +228,7 @@ FP8_FOLDERS = {
         put(f"{DOWN}.weight", lambda t: t.bfloat16()),
         r"experts.\*.down_proj: weight\[3\] has dtype bfloat16, expected float8_e4m3fn",
     ),
-    "attention": (
-        drop("model.layers.1.self_attn.q_proj.weight"),
-        "no tensor model.layers.1.self_attn.q_proj.weight",
-    ),
+    "attention": (drop(f"{Q_PROJ}.weight"), f"no tensor {Q_PROJ}.weight"),
 }
 CASES = [("mxfp4", 32, *case) for case in MXFP4_FOLDERS.items()]
 CASES += [("gptq", 64, *case) for case in GPTQ_FOLDERS.items()]
@@ -357,9 +349,8 @@ def test_deepseek(tmp_path):
     assert "model.layers.1.mlp.experts.7.up_proj.weight_scale_inv" in load_file(tmp_path / TENSORS)
     wanted = exact(IDS).logits
     for activations, bound in (("bf16", 0.03), (None, 0.15)):
-        model = moelora_hf.load_quantized(
-            tmp_path, attn_implementation="eager", activations=activations
-        )
+        options = {"attn_implementation": "eager", "activations": activations}
+        model = moelora_hf.load_quantized(tmp_path, **options)
         error = (model(IDS).logits.float() - wanted).abs().mean(-1).median()
         assert error / wanted.abs().mean() < bound
 
@@ -403,11 +394,8 @@ def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
     both["text_config"] |= {k: v for k, v in text.items() if k in both["text_config"]}
     both["text_config"]["model_type"] = "qwen3_vl_moe_text"
     both["vision_config"] |= {"depth": 1, "hidden_size": 16, "intermediate_size": 16}
-    both["vision_config"] |= {
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "deepstack_visual_indexes": [],
-    }
+    both["vision_config"] |= {"num_heads": 2, "out_hidden_size": 128}
+    both["vision_config"]["deepstack_visual_indexes"] = []
     both["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
     both["quantization_config"] = text["quantization_config"]
     folder = changed(folders["fp8", 128], tmp_path, config=lambda config: both)

@@ -7,7 +7,9 @@ import pytest
 import small_models
 import torch
 from conftest import needs_gpu
+from dialects import PREFIX
 from hf_models import make_model, save_adapter, tokens, transformers, with_peft
+from safetensors.torch import save_file
 from torch import nn
 from whole_models import (
     ROWS,
@@ -34,17 +36,13 @@ def test_only_layers_with_factors_get_room(tmp_path):
     model, _, folders = served(tmp_path)
     pool = moelora_hf.load_adapters(model, {"attention": folders["attention"]}, max_loras=2)
     assert not pool.layers, "no adapter has factors of experts"
-    assert {name.rpartition(".")[2] for name in pool.linears} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
-    }
+    served_here = {name.rpartition(".")[2] for name in pool.linears}
+    assert served_here == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
     assert (pool.max_rank, pool.max_linear_rank) == (16, 6)
     hooked = [name for name, module in model.named_modules() if module._forward_hooks]
     assert sorted(hooked) == sorted(pool.linears), "others run as before"
-    for name, layer in (
-        ("mlp", "model.layers.1.mlp.experts"),
-        ("all", "model.layers.1.mlp.experts"),
-    ):
-        with pytest.raises(ValueError, match=f"factors of {layer}, .*no room for.*targets="):
+    for name in ("mlp", "all"):
+        with pytest.raises(ValueError, match="layers.1.mlp.experts, .*no room for.*targets="):
             pool.add(name, folders[name])
     assert pool.names() == ["attention"]
 
@@ -66,18 +64,13 @@ def test_targets(tmp_path):
         assert relative(model(ids, adapter_names=ROWS).logits, wanted) < 1e-4
         assert [t.data_ptr() for t in pool._tensors()] == pointers
         moelora_hf.unload_adapters(model)
-    pool = moelora_hf.load_adapters(
-        model, {}, max_loras=1, targets=["experts", "mlp.gate", "layers.0.self_attn.q_proj"]
-    )
+    some = ["experts", "mlp.gate", "layers.0.self_attn.q_proj"]
+    pool = moelora_hf.load_adapters(model, {}, max_loras=1, targets=some)
     assert list(pool.layers) == ["model.layers.1.mlp.experts"]
     assert list(pool.linears) == ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate"]
     moelora_hf.unload_adapters(model)
-    for targets, message in (
-        (["q"], "targets names 'q', which no layer that is served is called"),
-        ("q_proj", "targets is 'q_proj', wanted \"all\" or a list of names"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            moelora_hf.load_adapters(model, {}, targets=targets)
+    with pytest.raises(ValueError, match="targets names 'q', which no layer that is served is cal"):
+        moelora_hf.load_adapters(model, {}, targets=["q"])
 
 
 @pytest.mark.parametrize(
@@ -136,22 +129,14 @@ def refusals(model, experts=None):
 
 def test_layers_that_compute_something_else(tmp_path):
     model = make_model("deepseek_v4")
-    refused = refusals(model)
-    assert set(refused) == {f"model.layers.{n}.self_attn.o_a_proj" for n in range(2)}
-    wide, tall = (
-        getattr(model.model.layers[0].self_attn.o_a_proj, f"{w}_features") for w in ("in", "out")
-    )
-    from safetensors.torch import save_file
-
+    assert set(refusals(model)) == {f"model.layers.{n}.self_attn.o_a_proj" for n in range(2)}
+    name = "model.layers.0.self_attn.o_a_proj"
+    module = model.get_submodule(name)
+    a, b = torch.randn(4, module.in_features), torch.randn(module.out_features, 4)
     folder = write_adapter(model, tmp_path / "a", 1, lambda name: False)
-    key = "base_model.model.model.layers.0.self_attn.o_a_proj.lora_"
-    save_file(
-        {f"{key}A.weight": torch.randn(4, wide), f"{key}B.weight": torch.randn(tall, 4)},
-        folder / "adapter_model.safetensors",
-    )
-    with pytest.raises(
-        ValueError, match="'a': factors of model.layers.0.self_attn.o_a_proj, a DeepseekV4Grouped"
-    ):
+    state = {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+    save_file(state, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"'a': factors of {name}, a DeepseekV4Grouped"):
         moelora_hf.load_adapters(model, {"a": folder})
 
 
@@ -181,16 +166,14 @@ def test_layers_of_some_of_the_tokens():
     model = nn.Module()
     model.mlp = nn.Module()
     model.mlp.experts = nn.ModuleList([nn.Linear(2, 2)])
-    assert refusals(model, []) == {
-        "mlp.experts.0": "of experts that do not go through transformers' experts interface"
-    }
+    why = "of experts that do not go through transformers' experts interface"
+    assert refusals(model, []) == {"mlp.experts.0": why}
 
 
 def test_layers_that_peft_has_wrapped(tmp_path):
     model = make_model("mixtral")
-    folder = save_adapter(
-        model, tmp_path / "a", 1, target_modules=["o_proj"], target_parameters=None
-    )
+    targets = {"target_modules": ["o_proj"], "target_parameters": None}
+    folder = save_adapter(model, tmp_path / "a", 1, **targets)
     with pytest.raises(ValueError, match="layers.0.self_attn.o_proj is wrapped by PEFT"):
         moelora_hf.load_adapters(with_peft(model, folder), {"a": folder})
 

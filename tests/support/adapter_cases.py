@@ -44,16 +44,12 @@ def wrapped(layer=0, r=4, r_down=None, seed=0):
     r_down = r_down or r
     key = f"base_model.model.model.layers.{layer}.mlp.experts"
     state, delta = {}, {}
-    for prefix, projection, rank in (
-        (f"{key}.base_layer", "gate_up", r),
-        (key, "down", r_down),
-    ):
+    for prefix, projection, rank in ((f"{key}.base_layer", "gate_up", r), (key, "down", r_down)):
         wide, tall = SIZES[projection]
         a, b = rand(E * rank, wide), rand(tall, rank * E)
         state |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-        delta[projection] = torch.stack(
-            [b[:, e::E] @ a[e * rank : (e + 1) * rank] for e in range(E)]
-        )
+        products = [b[:, e::E] @ a[e * rank : (e + 1) * rank] for e in range(E)]
+        delta[projection] = torch.stack(products)
     delta["gate"], delta["up"] = delta.pop("gate_up").chunk(2, dim=1)
     return state, delta
 

@@ -224,9 +224,8 @@ def _move(value, device):
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True if two tensors hold the same bytes: unlike `torch.equal`, +0 differs from -0."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer)
-    )
+    both = (t.contiguous().view(integer) for t in (a, b))
+    return a.dtype == b.dtype and torch.equal(*both)
 
 
 class _Builder:
@@ -332,9 +331,8 @@ class _Builder:
             disabled = [slot for slot in range(slots) if slot == 0 or self.rng.random() < 0.3]
             # Both accepted lengths: (max_loras,) and vLLM's (max_loras + 1,).
             enabled = [slot not in disabled for slot in range(slots + s.seed % 2)]
-            problem.adapter_enabled = torch.tensor(
-                enabled, dtype=torch.bool if s.seed % 4 < 2 else torch.int32
-            )
+            dtype = torch.bool if s.seed % 4 < 2 else torch.int32
+            problem.adapter_enabled = torch.tensor(enabled, dtype=dtype)
         problem.token_lora_mapping = torch.tensor(self._mapping(), dtype=torch.int32)
         if s.pass_ranks:
             problem.lora_ranks = torch.tensor(s.ranks, dtype=torch.int32)
@@ -349,9 +347,8 @@ class _Builder:
         problem.w13_lora_a = a13 if s.slices > 1 else a13[0]
         problem.w13_lora_b = b13 if s.slices > 1 else b13[0]
         problem.w2_lora_a = self._stack("a", s.inter, disabled, False)
-        problem.w2_lora_b = self._stack(
-            "b", s.hidden, disabled, outer, scale=W2_SCALE[s.activation]
-        )
+        scale = W2_SCALE[s.activation]
+        problem.w2_lora_b = self._stack("b", s.hidden, disabled, outer, scale)
 
     def _stack(
         self, kind: str, size: int, disabled: list[int], shared: bool, scale: float = 1.0
@@ -384,10 +381,8 @@ def draw_spec(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Spec:
     inter = rng.choice((1, 7, 16, 32, 33, 64, 100))
     mix = rng.choice(MIXES)
     num_adapters = rng.choice((1, 2, 3, 8))
-    ranks = tuple(
-        rng.choice((1, 2, 3, 4, 8, 8, 16, 16, 17, 32, 33, 64, 128, 256))
-        for _ in range(num_adapters)
-    )
+    every = (1, 2, 3, 4, 8, 8, 16, 16, 17, 32, 33, 64, 128, 256)
+    ranks = tuple(rng.choice(every) for _ in range(num_adapters))
     pass_ranks = rng.random() < 0.8
     if not pass_ranks:
         ranks = (ranks[0],) * num_adapters

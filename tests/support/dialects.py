@@ -327,6 +327,8 @@ def _of_parameters(what, config=_NOW, columns="rank_major", exchanged=False, **m
 
 
 _GROUPED = {"lora_B_layout": "grouped_by_expert"}
+_STACKS = dict.fromkeys(("gate_up_proj", "down_proj"), _GROUPED | {"num_experts": 4})
+_DETAIL = {"lora_A_layout": "grouped_by_expert", **_GROUPED, "parameters": _STACKS}
 DIALECTS = {
     "peft": _of_parameters(
         "PEFT, `target_parameters` and `target_modules`, embeddings too", embeddings=True
@@ -340,18 +342,7 @@ DIALECTS = {
     ),
     "unsloth-grouped": _of_parameters(
         'the same, "grouped_by_expert"',
-        _NOW
-        | UNSLOTH
-        | _GROUPED
-        | {
-            "unsloth_fused_expert_lora": {
-                "lora_A_layout": "grouped_by_expert",
-                **_GROUPED,
-                "parameters": {
-                    name: _GROUPED | {"num_experts": 4} for name in ("gate_up_proj", "down_proj")
-                },
-            }
-        },
+        _NOW | UNSLOTH | _GROUPED | {"unsloth_fused_expert_lora": _DETAIL},
         columns="grouped_by_expert",
     ),
     "unsloth-unmarked": _of_parameters(

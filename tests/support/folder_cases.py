@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,8 @@ def both(quantize: Quantize, config: dict, *more, **options) -> Case:
 
 def beside_int4(form: str, **weights) -> dict:
     """Attention of another form than that of the experts."""
-    return compressed(
-        group("pack-quantized", ["re:.*experts.*"]),
-        group(form, ["re:.*self_attn.*"], **weights),
-    )
+    own = group("pack-quantized", ["re:.*experts.*"])
+    return compressed(own, group(form, ["re:.*self_attn.*"], **weights))
 
 
 def of_linears(form: str, **weights) -> dict:
@@ -114,10 +113,14 @@ def modelopt(algorithm: str, **more) -> dict:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+GPTQ_V2 = {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}
 AWQ = quantized_folders.settings("awq", GROUP)
+OF_FP8 = {"quant_algo": "FP8"}
+packed_8, packed_with_zeros = partial(packed, width=8), partial(packed, zero=7)
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 FP8 = {"num_bits": 8, "type": "float", "inputs": FP8_TOKEN}
+FP8_CHANNEL = FP8 | {"strategy": "channel"}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True}
 INT8 = {"num_bits": 8, "strategy": "channel", "inputs": INT8_TOKEN}
 NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -125,9 +128,7 @@ OF_32 = {"type": "float", "group_size": 32}
 CASES = {
     "gptq": both(gptq, {**GPTQ, "checkpoint_format": "gptq"}),
     "gptq_of_attention": Case(unquantized, gptq, GPTQ),
-    "gptq_v2": both(
-        lambda w: gptq(w, 7, offset=0), {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}
-    ),
+    "gptq_v2": both(lambda w: gptq(w, 7, offset=0), GPTQ_V2),
     "gptq_attention_of_8_bits_in_order": Case(
         gptq,
         lambda w: gptq(w, 128, 8, order=True),
@@ -143,20 +144,14 @@ CASES = {
     ),
     "auto_round_awq": both(awq, auto_round("auto_round:auto_awq")),
     "ct_w4a16": both(packed, of_linears("pack-quantized"), head=True),
-    "ct_w4a16_asymmetric": both(
-        lambda w: packed(w, zero=7), of_linears("pack-quantized", symmetric=False)
-    ),
-    "ct_w4a16_w8a16_attention": Case(
-        packed, lambda w: packed(w, 8), beside_int4("pack-quantized", num_bits=8)
-    ),
-    "ct_fp8_attention": Case(
-        packed, fp8_rows, beside_int4("float-quantized", strategy="channel", **FP8)
-    ),
+    "ct_w4a16_asymmetric": both(packed_with_zeros, of_linears("pack-quantized", symmetric=False)),
+    "ct_w4a16_w8a16_attention": Case(packed, packed_8, beside_int4("pack-quantized", num_bits=8)),
+    "ct_fp8_attention": Case(packed, fp8_rows, beside_int4("float-quantized", **FP8_CHANNEL)),
     "ct_fp8_block": both(fp8_blocks, of_linears("float-quantized", strategy="block", **FP8)),
     "ct_fp8_cache": both(
         fp8_rows,
         compressed(
-            group("float-quantized", ["Linear"], strategy="channel", **FP8),
+            group("float-quantized", ["Linear"], **FP8_CHANNEL),
             kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
         ),
         more={
@@ -171,10 +166,7 @@ CASES = {
     "modelopt_mixed": Case(
         nvfp4_of_modelopt,
         fp8_whole,
-        modelopt(
-            "MIXED_PRECISION",
-            quantized_layers={"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}},
-        ),
+        modelopt("MIXED_PRECISION", quantized_layers={"model.layers.0.self_attn.q_proj": OF_FP8}),
     ),
     "modelopt_mxfp8": both(
         mxfp8,
@@ -194,7 +186,7 @@ CASES = {
         of_linears("nvfp4-pack-quantized", **NVFP4, inputs={"num_bits": 4, "type": "float"}),
     ),
     "ct_w8a16": Case(
-        lambda w: packed(w, 8),
+        packed_8,
         None,
         of_linears("pack-quantized", num_bits=8),
         r"experts are INT8 \(W8A16\) of compressed-tensors; no kernel reads integers of 8 bits: ",
@@ -249,27 +241,18 @@ CASES = {
     "bnb_nf4": both(bnb, BNB),
     "bnb_fp4": Case(lambda w: bnb(w, "fp4_of_bnb", torch.bfloat16), None, BNB),
     "bnb_nf4_of_attention": Case(unquantized, bnb, BNB),
-    "bnb_int8": both(
-        bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; exp"
-    ),
+    "bnb_int8": both(bnb_int8, BNB | {"load_in_8bit": True}, "experts are INT8 of bitsandbytes; "),
     "hqq": Case(packed, None, {"quant_method": "hqq"}, "scales and zero points of HQQ are not rea"),
 }
 LOADED = [name for name, case in CASES.items() if not case.refusal]
 REFUSED = [name for name, case in CASES.items() if case.refusal]
 DEQUANTIZED = [name for name, case in CASES.items() if case.dequantized]
+SIZES = COMMON | {"intermediate_size": 192}
 CONFIGS = {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **COMMON, intermediate_size=192, moe_intermediate_size=192, num_experts=4
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **COMMON, intermediate_size=192, num_local_experts=4
-    ),
-    "minimax_m2": lambda: transformers.MiniMaxM2Config(
-        **COMMON, intermediate_size=192, num_local_experts=4, rotary_dim=32
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **COMMON, intermediate_size=192, num_local_experts=4
-    ),
+    "qwen3_moe": SIZES | {"moe_intermediate_size": 192, "num_experts": 4},
+    "mixtral": SIZES | {"num_local_experts": 4},
+    "minimax_m2": SIZES | {"num_local_experts": 4, "rotary_dim": 32},
+    "gpt_oss": SIZES | {"num_local_experts": 4},
 }
 W_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -287,7 +270,7 @@ def make(folder: Path, case: str, kind: str = "qwen3_moe", own_names: bool = Fal
     """Writes a folder; returns the model in float32 that has the numbers that it means."""
     made = CASES[case]
     torch.manual_seed(0)
-    config = CONFIGS[kind]()
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if any(part in name for part in (".experts.", "lm_head", ".gate.", ".router.", "bias")):
@@ -350,9 +333,8 @@ def change_json(path: Path, change: Callable[[dict], dict | None]) -> None:
 
 def change_quantization(folder: Path, **changes) -> None:
     """Changes settings of `quantization_config`."""
-    change_json(
-        folder / "config.json", lambda config: config["quantization_config"].update(changes)
-    )
+    change = lambda config: config["quantization_config"].update(changes)  # noqa: E731
+    change_json(folder / "config.json", change)
 
 
 def change_tensors(folder: Path, change: Callable[[dict], dict | None], to: Path | None = None):

@@ -116,10 +116,8 @@ def fp8_blocks(w: Tensor) -> Made:
 
 def mxfp4(w: Tensor) -> Made:
     found, meant = quantized_folders.mxfp4(w)
-    return {
-        ".weight_packed": found["_blocks"].flatten(-2),
-        ".weight_scale": found["_scales"],
-    }, meant
+    packed = found["_blocks"].flatten(-2)
+    return {".weight_packed": packed, ".weight_scale": found["_scales"]}, meant
 
 
 def int8_rows(w: Tensor) -> Made:

@@ -20,9 +20,7 @@ def inputs(device="cpu", dtype=torch.float32, tokens=M):
         "w2": normal(E, K, I),
         "topk_weights": topk_weights.to(device),
         "topk_ids": topk_ids.to(device, torch.int32),
-        "token_lora_mapping": (torch.arange(tokens, dtype=torch.int32) % (LORAS + 1) - 1).to(
-            device
-        ),
+        "token_lora_mapping": (torch.arange(tokens) % (LORAS + 1) - 1).to(device, torch.int32),
         "w13_lora_a": [normal(LORAS, E, R, K), normal(LORAS, E, R, K)],
         "w13_lora_b": [normal(LORAS, E, I, R), normal(LORAS, E, I, R)],
         "w2_lora_a": normal(LORAS, E, R, I),
@@ -127,15 +125,14 @@ def op_calls(device="cpu", dtype=torch.float32):
     )
     a13, b13, a2, b2 = experts[6:10]
     routing = (weights, ids, mapping, *adapters, absent, E)
-    stage = (ids, mapping, adapters[0], adapters[2], E)
+    stage, align = (ids, mapping, adapters[0], adapters[2], E), (ids, mapping, E, 4, LORAS)
     combine = (ids, weights, mapping, *adapters, E)
     x, h, rows = gemm[0], gemm[0].new_zeros(2, M, TOP_K, R), gemm[0].new_ones(M * TOP_K, I)
     wide, narrow = x.new_ones(M, TOP_K, 2 * I), x.new_ones(M, TOP_K, K)
-    lists = [
-        torch.zeros(LORAS, n, dtype=torch.int32, device=device) for n in (M * TOP_K * 4, M * TOP_K)
-    ]
-    lists.append(torch.full((LORAS,), 4, dtype=torch.int32, device=device))
-    lora_ids = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    integers = {"dtype": torch.int32, "device": device}
+    lists = [torch.zeros(LORAS, n, **integers) for n in (M * TOP_K * 4, M * TOP_K)]
+    lists.append(torch.full((LORAS,), 4, **integers))
+    lora_ids = torch.tensor([1, -1, 0], **integers)
     listed = (weights, *lists, mapping, TOP_K, lora_ids, torch.tensor([3]), adapters[2], E, 4)
     naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
     fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
@@ -144,8 +141,8 @@ def op_calls(device="cpu", dtype=torch.float32):
     return [
         ("moe_align_block_size", (ids, 4, E, absent)),
         ("moe_align_block_size", (ids.long(), 16, E, expert_map)),
-        ("moe_lora_align_block_size", (ids, mapping, E, 4, LORAS, 1, adapters[2], absent)),
-        ("moe_lora_align_block_size", (ids, mapping, E, 4, LORAS, 2, absent, expert_map)),
+        ("moe_lora_align_block_size", (*align, 1, adapters[2], absent)),
+        ("moe_lora_align_block_size", (*align, 2, absent, expert_map)),
         ("moe_sorting", (ids, weights, E, 4, torch.ones(M, K, device=device), absent)),
         ("moe_sorting", (ids, weights, E, 4, absent.clone(), expert_map)),
         ("fused_moe_lora_gemm", gemm),
@@ -158,10 +155,7 @@ def op_calls(device="cpu", dtype=torch.float32):
         ("prepack_weights", (given["w13"],)),
         *training_calls(experts, base),
         *quantized_calls(device),
-        (
-            "moe_lora_align_block_size_out",
-            (*lists, ids, mapping, E, 4, LORAS, absent, lora_ids, absent),
-        ),
+        ("moe_lora_align_block_size_out", (*lists, *align, absent, lora_ids, absent)),
         ("fused_moe_lora", (wide, x, a13, b13, *listed, True, True, 0)),
         ("fused_moe_lora", (wide, x, a13, b13, *naive, False, False, 0)),
         ("fused_moe_lora_shrink", (h, x, a13, *listed)),

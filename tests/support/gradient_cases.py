@@ -51,9 +51,8 @@ def leaves(arguments: dict, names=TRAINED) -> dict:
     """The arguments, those of `names` as leaves of the same memory."""
 
     def leaf(value):
-        return (
-            [leaf(v) for v in value] if isinstance(value, list) else value.detach().requires_grad_()
-        )
+        is_list = isinstance(value, list)
+        return [leaf(v) for v in value] if is_list else value.detach().requires_grad_()
 
     given = {n: leaf(v) for n, v in arguments.items() if n in names and v is not None}
     return arguments | given
@@ -69,13 +68,9 @@ def by_autograd(arguments: dict, grad_out: Tensor, names=TRAINED, function=None)
 
 def leaf_gradients(given: dict) -> dict[str, Tensor]:
     """What autograd left in `.grad` of each leaf."""
-    return flat(
-        {
-            n: [t.grad for t in v] if isinstance(v, list) else v.grad
-            for n, v in given.items()
-            if v is not None
-        }
-    )
+    found = {n: v for n, v in given.items() if v is not None}
+    found = {n: [t.grad for t in v] if isinstance(v, list) else v.grad for n, v in found.items()}
+    return flat(found)
 
 
 def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:

@@ -52,9 +52,8 @@ PLACES = [
 def make_model(config, dtype=torch.float32, device="cpu"):
     """A model whose experts and routers are large enough to matter in the logits."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config_of(config), attn_implementation="eager"
-    )
+    made = config_of(config)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

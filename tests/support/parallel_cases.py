@@ -56,6 +56,7 @@ FOUR = {
         "ep of all": {"fsdp_size": 2, "ep_size": 4},
     }.items()
 }
+OTHERS = ["disagree", "refused", "average"]
 ROWS = ["a", None, "b", "a", "b", None]
 
 
@@ -85,9 +86,8 @@ def serve(folder: Path, mode: str) -> None:
     expected = torch.load(folder / "expected")
     ids, rows = mine(mode, expected["ids"]), mine(mode, ROWS)
     model = load(folder, mode)
-    pool = moelora_hf.load_adapters(
-        model, {"a": folder / "a"}, max_loras=3, max_rank=8, targets="all"
-    )
+    options = {"max_loras": 3, "max_rank": 8, "targets": "all"}
+    pool = moelora_hf.load_adapters(model, {"a": folder / "a"}, **options)
     assert pool.add("b", folder / "b") == 1
     close(model(ids, adapter_names=rows).logits, mine(mode, expected["mixed"]))
     close(model(ids).logits, mine(mode, expected["base"]))
@@ -307,9 +307,8 @@ def train(folder: Path, mode: str) -> None:
     for name, factor in factors.items():
         close(gathered(factor.detach()), stepped[name], name, 1e-3)
     out = folder / f"trained by all, {mode}"
-    with mock.patch.object(
-        DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor
-    ) as joins:
+    joined = {"autospec": True, "side_effect": DTensor.full_tensor}
+    with mock.patch.object(DTensor, "full_tensor", **joined) as joins:
         model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
     # None of the base model's weights.
     assert joins.call_count == sum(hasattr(factor, "placements") for factor in factors.values())
@@ -337,8 +336,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
 
     def run(case: str) -> None:
-        if case in ("disagree", "refused", "average"):
-            {"disagree": disagree, "refused": refused, "average": average}[case](folder)
+        if case in OTHERS:
+            globals()[case](folder)
         elif case.startswith("train "):
             train(folder, case.removeprefix("train "))
         else:

@@ -61,12 +61,8 @@ def rows_of(kind, role):
     """Name, dtype and arguments of the CUDA variants that the rows of one kind define."""
     text = (ROOT / "csrc/cuda/variants.inc").read_text()
     rows = re.findall(rf"^MOELORA_CUDA_{kind}\((.*)\)$", text, re.M)
-    fields = [row.split(", ") for row in rows]
-    return [
-        [f"{role}_{dtype}_{row[0]}".lower(), dtype, *row[1:]]
-        for row in fields
-        for dtype in ("BF16", "F16")
-    ]
+    pairs = [(row.split(", "), dtype) for row in rows for dtype in ("BF16", "F16")]
+    return [[f"{role}_{dtype}_{row[0]}".lower(), dtype, *row[1:]] for row, dtype in pairs]
 
 
 CUDA_ROWS = [Row(*row[:4], *map(int, row[4:])) for row in rows_of("GEMM", "gemm")]

@@ -23,10 +23,8 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 HALVES = (torch.bfloat16, torch.float16)
-DEVICES_AND_DTYPES = [
-    *(("cpu", dtype) for dtype in HALVES),
-    *(on_gpu("cuda", dtype) for dtype in HALVES),
-]
+DEVICES_AND_DTYPES = [("cpu", dtype) for dtype in HALVES]
+DEVICES_AND_DTYPES += [on_gpu("cuda", dtype) for dtype in HALVES]
 GATE_UP = {"swigluoai": "interleaved", "relu2": None}  # others have gate rows before up rows
 
 
@@ -111,32 +109,20 @@ class Numbers:
         return (values * scales[..., None]).flatten(2).to(dtype)
 
     def pack(self, dtype: torch.dtype, gate_up: str | None = None) -> QuantizedWeights:
-        if self.format.name == "mxfp4":
-            return QuantizedWeights.from_mxfp4(
-                by_bytes(self.q), self.scales, gate_up=gate_up, dtype=dtype
-            )
-        if self.format.name == "nvfp4":
-            return QuantizedWeights.from_nvfp4(
-                by_bytes(self.q),
-                self.scales,
-                weight_scale_2=self.of_tensor,
-                gate_up=gate_up,
-                dtype=dtype,
-            )
-        if self.format.name in CODES:
-            parts = [
-                bnb_tensor(*of, self.format.name) for of in zip(self.q, self.scales, strict=True)
-            ]
-            weights, states = zip(*parts, strict=True)
-            return QuantizedWeights.from_bnb(weights, states, gate_up=gate_up, dtype=dtype)
-        zeros = None if self.zeros is None else by_words(self.zeros.transpose(1, 2), pad=True)
-        return QuantizedWeights.from_compressed_tensors(
-            by_words(self.q),
-            self.scales,
-            None if zeros is None else zeros.transpose(1, 2),
-            gate_up=gate_up,
-            dtype=dtype,
-        )
+        options, make = {"gate_up": gate_up, "dtype": dtype}, QuantizedWeights
+        name = self.format.name
+        if name == "mxfp4":
+            return make.from_mxfp4(by_bytes(self.q), self.scales, **options)
+        if name == "nvfp4":
+            options["weight_scale_2"] = self.of_tensor
+            return make.from_nvfp4(by_bytes(self.q), self.scales, **options)
+        if name in CODES:
+            parts = [bnb_tensor(*of, name) for of in zip(self.q, self.scales, strict=True)]
+            return make.from_bnb(*zip(*parts, strict=True), **options)
+        zeros = self.zeros
+        if zeros is not None:
+            zeros = by_words(zeros.transpose(1, 2), pad=True).transpose(1, 2)
+        return make.from_compressed_tensors(by_words(self.q), self.scales, zeros, **options)
 
 
 @dataclass
@@ -210,9 +196,8 @@ def bnb_tensor(q: Tensor, absmax: Tensor, name: str) -> tuple[Tensor, dict[str, 
     settings |= {"shape": list(q.shape), "dtype": "bfloat16"}
     state = {"absmax": absmax.reshape(-1), "quant_map": CODES[name].clone()}
     text = json.dumps(settings).encode()
-    state[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(
-        list(text), dtype=torch.uint8, device="cpu"
-    )
+    text = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    state[f"quant_state.bitsandbytes__{kind}"] = text
     return by_bytes(q.unflatten(1, (-1, 2)).flip(2).flatten(1)).reshape(-1, 1), state
 
 

@@ -63,20 +63,11 @@ class House:
         mapping = self.pool.mapping([n for n in names for _ in range(ROWS[n])])
         x = x.to(self.device, self.dtype)
         for layer, (w13, w2) in zip(LAYERS, self.weights, strict=True):
-            x = x + moelora.fused_experts_lora(
-                x,
-                w13,
-                w2,
-                topk_weights.to(self.device),
-                topk_ids.to(self.device),
-                token_lora_mapping=mapping,
-                **self.pool.layer(layer.name),
-            )
-        parts = x.split([ROWS[n] for n in names])
-        return {
-            n: (p.float() - sum(n.encode()) % 3).square().mean()
-            for n, p in zip(names, parts, strict=True)
-        }
+            given = x, w13, w2, topk_weights.to(self.device), topk_ids.to(self.device)
+            lora = {"token_lora_mapping": mapping, **self.pool.layer(layer.name)}
+            x = x + moelora.fused_experts_lora(*given, **lora)
+        parts = zip(names, x.split([ROWS[n] for n in names]), strict=True)
+        return {n: (part.float() - sum(n.encode()) % 3).square().mean() for n, part in parts}
 
     def steps(self, names, numbers):
         return [self.tenants.step(self.losses(names, n)) for n in numbers]

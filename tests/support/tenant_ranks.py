@@ -31,11 +31,8 @@ WEIGHTS = [1.0, 3.0, 2.0, 0.5]  # of the losses of each rank
 
 def batches(step, chosen):
     """Of a step, each rank's names and the number of its batch."""
-    ranks = STEPS[step][: dist.get_world_size()]
-    return [
-        ([name for name in names if name in chosen], 10 * step + rank)
-        for rank, names in enumerate(ranks)
-    ]
+    every = enumerate(STEPS[step][: dist.get_world_size()])
+    return [([n for n in names if n in chosen], 10 * step + rank) for rank, names in every]
 
 
 def joint(place, names=OPTIONS, **options):
@@ -72,9 +69,8 @@ def steps_of_one(house, numbers):
 
 
 def content(house):
-    return {
-        name: (house.factors(name), house.tenants[name].stopped) for name in house.tenants.names()
-    }
+    names = house.tenants.names()
+    return {name: (house.factors(name), house.tenants[name].stopped) for name in names}
 
 
 def check_equal_on_ranks(house, *more):

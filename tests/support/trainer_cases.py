@@ -198,9 +198,8 @@ def launched(case: str) -> None:
         del os.environ[name]
     if "fsdp2" in case:
         words = ["--config_file", str(FSDP2), "--num_processes", "2", "program.py"]
-        arguments, *_ = launch._validate_launch_command(
-            launch.launch_command_parser().parse_args(words)
-        )
+        parsed = launch.launch_command_parser().parse_args(words)
+        arguments, *_ = launch._validate_launch_command(parsed)
         before = dict(os.environ)
         os.environ |= prepare_multi_gpu_env(arguments)
         for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):

@@ -274,9 +274,8 @@ class Fp8Layer(QuantizedLayer):
         blocks = weights.float().unflatten(2, (-1, k)).unflatten(1, (-1, n))
         scales = blocks.abs().amax((2, 4)).clamp(min=1e-6) / 448
         numbers = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
-        return SimpleNamespace(
-            q=numbers.flatten(1, 2).flatten(2), scales=scales, dequantized=weights.to
-        )
+        q = numbers.flatten(1, 2).flatten(2)
+        return SimpleNamespace(q=q, scales=scales, dequantized=weights.to)
 
     def arguments(self):
         quant = SimpleNamespace(

@@ -171,10 +171,8 @@ class FusedMoEKernel:
         if call["apply_router_weight_on_input"]:
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
         _, m, n, k, topk = self.fused_experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
-        experts = call["global_num_experts"], w1.size(0)
-        shapes = self.fused_experts.workspace_shapes(
-            m, n, k, topk, *experts, None, call["activation"]
-        )
+        sizes = m, n, k, topk, call["global_num_experts"], w1.size(0)
+        shapes = self.fused_experts.workspace_shapes(*sizes, None, call["activation"])
         # The output and the first workspace share memory.
         common = hidden_states.new_empty(max(prod(shapes[0]), prod(shapes[2])))
         output = common[: m * k].view(m, k)
@@ -308,10 +306,8 @@ class BaseLinearLayerWithLoRA(torch.nn.Module):
     def create_lora_weights(self, max_loras, lora_config, model_config=None):
         r, like = lora_config.max_lora_rank, {"dtype": lora_config.lora_dtype}
         like["device"] = self.device
-        widths = self.output_slices
-        self.lora_a_stacked = tuple(
-            torch.zeros(max_loras, 1, r, self.input_size, **like) for _ in widths
-        )
+        widths, shape = self.output_slices, (max_loras, 1, r, self.input_size)
+        self.lora_a_stacked = tuple(torch.zeros(shape, **like) for _ in widths)
         self.lora_b_stacked = tuple(torch.zeros(max_loras, 1, n, r, **like) for n in widths)
 
     def reset_lora(self, index):

@@ -29,10 +29,6 @@ class LoRARequest:
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
-    @property
-    def adapter_id(self):
-        return self.lora_int_id
-
 
 @dataclass
 class LoRALayerWeights:
@@ -91,9 +87,8 @@ def linear(slots, device):
 def experts(slots, device):
     module = FusedMoEWithLoRA()
     module.device, module._w13_slices, module.tp_size = device, 2, 1
-    module.moe_config = SimpleNamespace(
-        num_local_experts=E, hidden_dim=K, intermediate_size_per_partition=I
-    )
+    module.moe_config = sizes = SimpleNamespace(num_local_experts=E, hidden_dim=K)
+    sizes.intermediate_size_per_partition = I
     module.create_lora_weights(slots, LORA_CONFIG)
     return module
 
