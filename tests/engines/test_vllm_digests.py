@@ -22,12 +22,8 @@ from moelora.adapters.layers import LinearLayer, MoELayer
 from moelora.commands.doctor_server import _factor, compare
 
 pytest_plugins = ["vllm_fixtures"]
-MODEL = Model(
-    "olmoe",
-    {name: MoELayer(name, E, K, I) for name in LAYERS},
-    {LINEAR: LinearLayer(LINEAR, K, K)},
-    len(LAYERS),
-)
+EXPERTS = {name: MoELayer(name, E, K, I) for name in LAYERS}
+MODEL = Model("olmoe", EXPERTS, {LINEAR: LinearLayer(LINEAR, K, K)}, len(LAYERS))
 
 
 @pytest.fixture

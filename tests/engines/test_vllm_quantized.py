@@ -69,10 +69,8 @@ def test_a_layer_of_fp8_is_what_the_operator_gives(
     weights = {name: layer.weights(name) for name in ("w13", "w2")}
     scalings = layer.p.lora_scalings
     assert scalings is None or not torch.equal(scalings, torch.ones_like(scalings))
-    stacks = {
-        name: getattr(layer.lora, f"{name}_stacked")
-        for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
-    }
+    names = "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"
+    stacks = {name: getattr(layer.lora, f"{name}_stacked") for name in names}
     arguments = layer.p.kwargs() | weights | stacks
     wanted = moelora.fused_experts_lora(**arguments | {"lora_scalings": None})
     assert same_bits(layer(), wanted)

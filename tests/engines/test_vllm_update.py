@@ -256,6 +256,7 @@ def test_threads_update_one_after_the_other(llm, monkeypatch):
     assert versions(engine) == ["a@1", "b@1"]
 
 
+UNKNOWN = {f"base_model.model.x.lora_{s}.weight": torch.ones(2, 2) for s in "AB"}
 BAD = {
     "another GPU": (lambda: shared(device="GPU-7"), "on GPU GPU-7, which this worker does not see"),
     "no longer there": (lambda: shared(), "the shared tensors are gone"),
@@ -276,10 +277,7 @@ BAD = {
     "rank": (given(9, rank=R + 1), "LoRA rank 9 is greater than max_lora_rank"),
     "ranks": (changed(key="o_proj.lora_A", tensor=lambda t: t[:1]), "rank 1 of lora_A and 2 of"),
     "no r": ((lambda c: ({"lora_alpha": 1}, c[1]))(given(9)), "its config has no r"),
-    "unknown": (
-        changed(**{f"base_model.model.x.lora_{s}.weight": torch.ones(2, 2) for s in "AB"}),
-        "factors of x, which no layer",
-    ),
+    "unknown": (changed(**UNKNOWN), "factors of x, which no layer"),
     "no tensor": (changed(**{"base_model.model.x.weight": torch.ones(1)}), "unsupported LoRA"),
     "a path": ("/tmp/law", "is a str, wanted"),
     "a path in a pair": (("/tmp/law", {}), "config is a str, wanted .* files are not read"),

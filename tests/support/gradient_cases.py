@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from cases import Spec
-from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref
+from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref, naming
 from conftest import PLACES
 from torch import Tensor
 
@@ -214,15 +214,9 @@ def assert_samples(samples: list[dict], dtype) -> dict[str, float]:
         triples = zip(*(each[name] for each in samples), strict=True)
         got, want, yardstick = (torch.stack(tensors) for tensors in triples)
         scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
-        try:
-            assert_close_to_ref(
-                *(got, want, yardstick, got.dtype),
-                atol=FENCE * scale,
-                steps=CHAIN.get(dtype, 0.0),
-                rounded_to=dtype,
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        options = {"atol": FENCE * scale, "steps": CHAIN.get(dtype, 0.0), "rounded_to": dtype}
+        with naming(name):
+            assert_close_to_ref(got, want, yardstick, got.dtype, **options)
         # With what rounding the gradient itself costs on both sides: an error may be zero by luck.
         errors = [(t.cpu().double() - want).square().mean().sqrt() for t in (got, yardstick)]
         least = UNIT_ROUNDOFF[dtype] / 2 * want.square().mean().sqrt()

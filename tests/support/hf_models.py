@@ -84,21 +84,15 @@ def save_adapter(model, folder, seed, **options):
 ADAPTERS = {
     "a": {"r": 4, "lora_alpha": 8},
     "b": {"r": 8, "lora_alpha": 8, "use_rslora": True},
-    "c": {
-        "r": 3,
-        "lora_alpha": 6,
-        "rank_pattern": {"experts.down_proj": 5},
-        "alpha_pattern": {"experts.gate_up_proj": 4},
-    },
+    "c": {"r": 3, "lora_alpha": 6, "rank_pattern": {"experts.down_proj": 5}},
 }
+ADAPTERS["c"]["alpha_pattern"] = {"experts.gate_up_proj": 4}
 
 
 def save_adapters(model, folder, adapters=ADAPTERS, **common):
     """Save an adapter with each of these options; returns {name: folder}."""
-    return {
-        name: save_adapter(model, folder / name, seed, **common | options)
-        for seed, (name, options) in enumerate(adapters.items())
-    }
+    each = enumerate(adapters.items())
+    return {n: save_adapter(model, folder / n, seed, **common | of) for seed, (n, of) in each}
 
 
 def with_peft(model, folder):

@@ -121,18 +121,13 @@ def serve(folder: Path, mode: str) -> None:
 
 def generate_batch(model: Any, ids: torch.Tensor, rows: Any, expected: torch.Tensor) -> None:
     """Continuous batching, which the first process schedules for all."""
-    generation = transformers.GenerationConfig(
-        max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    config = transformers.ContinuousBatchingConfig(
-        num_blocks=16, max_batch_tokens=64, page_size=32, use_cuda_graph=False
-    )
-    results = model.generate_batch(
-        ids.tolist(),
-        adapter_names=rows,
-        generation_config=generation,
-        continuous_batching_config=config,
-    )
+    of = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    sizes = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 32, "use_cuda_graph": False}
+    options = {
+        "generation_config": transformers.GenerationConfig(**of),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(**sizes),
+    }
+    results = model.generate_batch(ids.tolist(), adapter_names=rows, **options)
     got = [result.generated_tokens for result in results.values()]
     assert got == expected[:, ids.size(1) :].tolist(), got
 
@@ -252,11 +247,8 @@ def step_on(model: Any, optimizer: Any, ids: torch.Tensor) -> dict[str, torch.Te
     """One step, in two batches; returns its gradients."""
     for part in ids.chunk(2):  # gradient accumulation
         (model(part, labels=part, use_cache=False).loss / 2).backward()
-    grads = {
-        name.removeprefix("module."): gathered(p.grad).clone()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    trained = {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
+    grads = {name: gathered(factor.grad).clone() for name, factor in trained.items()}
     optimizer.step()
     optimizer.zero_grad()
     return grads

@@ -254,10 +254,8 @@ def make_lora_backend(
 
 def make_info(batch, lora_ranks=None, **others) -> LoRAInfo:
     """The same adapters as legacy backends hand them over."""
-    factors = {
-        f"{name}_weights": getattr(batch, name)
-        for name in ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
-    }
+    names = "gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b"
+    factors = {f"{name}_weights": getattr(batch, name) for name in names}
     mapping = {"token_lora_mapping": batch.token_lora_mapping}
     return LoRAInfo(**factors | mapping | others, lora_ranks=lora_ranks)
 

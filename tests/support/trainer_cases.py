@@ -30,12 +30,8 @@ from demo_data import MODEL_DIR, training_tokens  # noqa: E402
 from quantized_folders import qwen3_moe  # noqa: E402
 
 LENGTH = 48
-LORA = {
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+LORA["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 4e-3}
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "seed": 5}
 FSDP2 = EXAMPLES / "fsdp2.yaml"

@@ -26,6 +26,7 @@ class Kind:
     symmetric: bool = True
 
 
+COMPRESSED = "compressed_tensors_marlin", "compressed_tensors"
 KINDS = {
     "gpt_oss": Kind(("gpt_oss",), Format("mxfp4", 32)),
     "mxfp4": Kind(("mxfp4",), Format("mxfp4", 32)),
@@ -35,15 +36,9 @@ KINDS = {
     "gptq": Kind(("gptq",), Format("int4", 32)),
     "gptq_channel": Kind(("gptq",), Format("int4", None)),
     "awq": Kind(("awq",), Format("int4", 32, zeros=True), symmetric=False),
-    "compressed": Kind(("compressed_tensors_marlin", "compressed_tensors"), Format("int4", 32)),
-    "compressed_zeros": Kind(
-        ("compressed_tensors_marlin", "compressed_tensors"),
-        Format("int4", 32, zeros=True),
-        symmetric=False,
-    ),
+    "compressed": Kind(COMPRESSED, Format("int4", 32)),
+    "compressed_zeros": Kind(COMPRESSED, Format("int4", 32, zeros=True), symmetric=False),
 }
-
-
 QUANT = "vllm.model_executor.layers.quantization"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle"
 CHECKPOINT = {
@@ -93,10 +88,8 @@ class QuantizedLayer(Layer):
         self.changes = config.pop("changes", lambda layer: None)
         p = fitted(spec, spec.dtype).build()
         self.halves = {"w13": 1 + (spec.activation != "relu2"), "w2": 1}  # with a scale each
-        self.numbers = {
-            name: self.quantize(getattr(p, name), name, spec.seed + i)
-            for i, name in enumerate(("w13", "w2"))
-        }
+        weights = enumerate({"w13": p.w13, "w2": p.w2}.items())
+        self.numbers = {n: self.quantize(w, n, spec.seed + i) for i, (n, w) in weights}
         dense = {name: n.dequantized(spec.dtype) for name, n in self.numbers.items()}
         self.moe_backend = config.pop("moe_backend", "auto")
         self.subclass = config.pop("subclass", False)

@@ -343,22 +343,18 @@ class MergedColumnParallelLinearWithShardedLoRA(MergedColumnParallelLinearWithLo
 
 
 class LogitsProcessorWithLoRA(torch.nn.Module):
-    create_lora_weights = takes(
-        "self max_loras lora_config model_config", lora_config=None, model_config=None
-    )
+    create_lora_weights = takes("self max_loras lora_config model_config", model_config=None)
     set_lora = takes("self index lora_a lora_b")
     reset_lora = takes("self index")
 
 
 class PunicaWrapperGPU:
-    add_lora_linear = takes(
-        "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs",
-        buffer=None,
-        kwargs=None,
+    _scaled, _more = (
+        "self y x lora_a_stacked lora_b_stacked scale",
+        {"buffer": None, "kwargs": None},
     )
-    add_lora_logits = takes(
-        "self y x lora_a_stacked lora_b_stacked scale buffer kwargs", buffer=None, kwargs=None
-    )
+    add_lora_linear = takes(f"{_scaled} output_slices buffer kwargs", **_more)
+    add_lora_logits = takes(f"{_scaled} buffer kwargs", **_more)
     add_lora_w13 = takes(
         "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens "
         "top_k_num max_loras adapter_enabled local_num_experts top_k num_slices fully_sharded "

@@ -69,12 +69,8 @@ class LoRAModel:
         raise FileNotFoundError(f"{lora_dir} doesn't contain tensors")
 
 
-LORA_CONFIG = SimpleNamespace(
-    fully_sharded_loras=False,
-    enable_moe_shared_loras=False,
-    max_lora_rank=R,
-    lora_dtype=torch.float32,
-)
+LORA_CONFIG = SimpleNamespace(fully_sharded_loras=False, enable_moe_shared_loras=False)
+LORA_CONFIG.max_lora_rank, LORA_CONFIG.lora_dtype = R, torch.float32
 
 
 def linear(slots, device):
@@ -405,13 +401,8 @@ class LLMEngine:
     """Of one process, or of several workers that only bytes and numbers reach."""
 
     def __init__(self, workers, max_loras, max_cpu_loras, **more):
-        config = SimpleNamespace(
-            max_lora_rank=R,
-            max_loras=max_loras,
-            max_cpu_loras=max(max_loras, max_cpu_loras),
-            **more,
-        )
-        self.lora_config = config
+        self.lora_config = config = SimpleNamespace(max_lora_rank=R, max_loras=max_loras, **more)
+        config.max_cpu_loras = max(max_loras, max_cpu_loras)
         self.workers = [Worker(config) for _ in range(workers)]
         self.engine_core = InprocClient() if workers == 1 else MPClient()
         parallel = SimpleNamespace(world_size=workers)
