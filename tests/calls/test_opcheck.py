@@ -25,9 +25,7 @@ def test_opcheck(device, index):
 
 def test_every_operator_is_checked():
     prefix = "moelora::"
-    registered = {
-        name.removeprefix(prefix)
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith(prefix)
-    }
-    assert registered == {name for name, _ in CALLS}
+    names = torch._C._dispatch_get_all_op_names()
+    registered = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    hooks = {name for name in registered if name.startswith("vllm_")}  # once imported
+    assert registered - hooks == {name for name, _ in CALLS}
