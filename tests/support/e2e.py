@@ -1,6 +1,7 @@
-"""Pretended vLLM and SGLang, for the tests of the benchmarks that start engines."""
+"""Stand-ins of vLLM and SGLang, for the tests of the benchmarks that start engines."""
 
 import json
+import shlex
 import sys
 
 from benchmarks.engines import jobs
@@ -19,74 +20,44 @@ TRAINER = """\
 import json, sys
 engine, out = (sys.argv[sys.argv.index(option) + 1] for option in ("--engine", "--out"))
 assert json.load(open(engine))["check"]["names"][0] == "base"
-gap = {"mean": 0.02, "median": 0.01, "most": 1.0, "p95": 0.1, "another": 2.0}
-bits = {"rows": 2, "elements": 4, "differing": 0}
-json.dump({"gap": {"base": gap}, "bits": bits}, open(out, "w"))
+gap = {"median": 0.01, "p95": 0.1, "another": 2.0}
+json.dump({"gap": {"base": gap}}, open(out, "w"))
 """
 SCRIPTS = {"make_model": MODEL, "quantize_model": MODEL, "train": TRAINER}
 
 VLLM = """\
-import importlib.metadata, os, sys, time
-from datetime import timedelta
+import importlib.metadata, os, sys
 from types import SimpleNamespace as N
-
-import torch
-
-class Experts(torch.nn.Module):
-    def forward(self, hidden_states, router_logits):
-        is_dummy = hidden_states[:, 1:] == 0  # runs whatever is in a slot
-        return hidden_states * torch.where(is_dummy, torch.rand(1), 2.0)
 
 def SamplingParams(**options):
     return N(**options)
 
 class LLM:
     def __init__(self, **options):
-        patience = time.monotonic() + 60
-        while options.get("enforce_eager") and not os.path.exists(os.environ.get("AWAITED", "/")):
-            if time.monotonic() > patience:
-                sys.exit("awaited in vain")
-            time.sleep(0.1)
+        import torch
+
+        if options.get("enable_expert_parallel") and "tensor_parallel_size" in options:
+            sys.exit("no experts here")
+        self.experts, slots = torch.nn.PairwiseDistance(keepdim=True), []
         plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
         served = os.environ["MOELORA_VLLM"] == "1" and "moelora" in plugins.names
-        self.name = "TritonExpertsWithLoRA" if served else "TritonExperts"
-        self.experts, slots = Experts(), []
-        if options.get("enable_expert_parallel") and options.get("tensor_parallel_size", 1) > 1:
-            sys.exit("no experts here")
-        kernel = N(fused_experts=type(self.name, (), {})())
+        kernel = N(fused_experts=type("TritonExperts" + "WithLoRA" * served, (), {})())
         model = N(modules=lambda: [N(_moe_kernel=kernel)],
                   named_modules=lambda: [("layers.0.mlp.experts", self.experts)])
-        adapters = N(_adapter_manager=N(lora_index_to_id=slots))
-        dummy = torch.tensor([[1.0, 0.0]])
-        self.worker = N(get_model=lambda: model, model_runner=N(lora_manager=adapters),
-                        execute_dummy_batch=lambda: self.experts(dummy, dummy))
-        self.rank, self.size = (int(os.environ.get(f"VLLM_DP_{name}", one))
-                                for name, one in (("RANK", 0), ("SIZE", 1)))
-        self.waves = 0
-        if self.size > 1:
-            store = os.environ["MOELORA_RANKS_STORE"] + "-engines"
-            self.store = torch.distributed.FileStore(store, self.size)
-            self.store.set_timeout(timedelta(seconds=90))
+        manager = N(_adapter_manager=N(lora_index_to_id=slots))
+        self.worker = N(get_model=lambda: model, model_runner=N(lora_manager=manager),
+                        execute_dummy_batch=lambda: self.experts(*torch.rand(2, 1, 2)))
         self.llm_engine = N(add_lora=lambda adapter: slots.append(adapter.lora_int_id))
 
     def collective_rpc(self, function, args=()):
         return [function(self.worker, *args)]
 
-    def step_with_others(self, mine):
-        # Steps of a rank wait for the others', which a request there must have started. One that
-        # is done makes batches up. All look now and then whether all are.
-        if self.size == 1:
-            return
-        self.waves += 1
-        self.store.set(f"{self.waves}, {self.rank}", str(mine))
-        steps = [int(self.store.get(f"{self.waves}, {rank}")) for rank in range(self.size)]
-        for _ in range(max(steps) + 1 - mine):
-            self.worker.execute_dummy_batch()
-
     def generate(self, prompts, sampling, use_tqdm, lora_request):
-        self.step_with_others(sampling.max_tokens)
+        import torch
+
         rows = torch.tensor([[sum(p["prompt_token_ids"]), 1.0] for p in prompts])
-        self.experts(hidden_states=rows, router_logits=rows)
+        self.experts(rows, rows)
+        self.worker.execute_dummy_batch()  # while another rank steps
         return [self.one(p["prompt_token_ids"], a, sampling.max_tokens)
                 for p, a in zip(prompts, lora_request or [None] * len(prompts))]
 
@@ -103,36 +74,29 @@ from types import SimpleNamespace
 def LoRARequest(name, number, path):
     return SimpleNamespace(lora_name=name, lora_int_id=number)
 """
-SGLANG = """\
+SERVER = """\
 import importlib.metadata, json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 words = sys.argv[1:]
 names = [w.split("=")[0] for w in words if w.startswith("lora") and "=" in w]
-if "sglang.srt.plugins" in importlib.metadata.entry_points().groups:
-    if os.environ["MOELORA_SGLANG"] == "1":
-        print("moelora: version 1 runs MoE layers with LoRA", flush=True)
-print(os.environ.get("SAY", ""), flush=True)
+plugins = sorted(importlib.metadata.entry_points(group="sglang.srt.plugins").names)
+is_on = "1" in (os.environ.get("MOELORA_VLLM"), os.environ.get("MOELORA_SGLANG"))
+if is_on and "moelora" in plugins:
+    print("moelora: version 1 runs MoE layers with LoRA")
+print(os.environ.get("SAY"), plugins, words, flush=True)
 
 class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def answer(self, what):
-        body = json.dumps(what).encode()
+    def do_GET(self, what=None):
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.answer({})
+        self.wfile.write(json.dumps(what).encode())
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         who = asked.get("lora_path") or [None] * len(asked["input_ids"])
         new = asked["sampling_params"]["max_new_tokens"]
-        self.answer([self.one(ids, w, new) for ids, w in zip(asked["input_ids"], who)])
+        self.do_GET([self.one(ids, w, new) for ids, w in zip(asked["input_ids"], who)])
 
     def one(self, ids, who, new):
         shift = 1 + names.index(who) if who else 0
@@ -147,12 +111,30 @@ class Handler(BaseHTTPRequestHandler):
 port = int(words[words.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
+BENCH = """\
+NAMES = ("base-url model tokenizer dataset-name seed random-input-len random-output-len burstiness "
+         "num-prompts temperature percentile-metrics metric-percentiles ready-check-timeout-sec "
+         "lora-assignment request-rate max-concurrency random-range-ratio")
+def add_cli_args(parser):
+    for name in NAMES.split():
+        parser.add_argument("--" + name)
+    parser.add_argument("--disable-tqdm", action="store_true")
+    parser.add_argument("--goodput", nargs="+")
+    parser.add_argument("--lora-modules", nargs="+")
+get_tokenizer = print
+async def main_async(args):
+    print(args.base_url, args.lora_modules)
+    return {"completed": int(args.num_prompts), "failed": 0, "median_ttft_ms": 1.23456,
+            "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3,
+            "duration": (args.lora_modules or []).count("a0-r4")}
+"""
 MODULES = {
     "vllm/__init__": VLLM,
-    "vllm/lora/__init__": "",
     "vllm/lora/request": REQUEST,
+    "vllm/entrypoints/cli/main": SERVER,
+    "vllm/benchmarks/serve": BENCH,
     "sglang/__init__": "",
-    "sglang/launch_server": SGLANG,
+    "sglang/launch_server": SERVER,
 }
 
 
@@ -170,10 +152,10 @@ def runner(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
 
-    def run(benchmark, *options):
-        out = tmp_path / "out" / "e2e.json"
-        words = ("--out", out, "--work", tmp_path / "work", *options)
-        code = benchmark.main([str(word) for word in words])
+    def run(main, words, name="e2e"):
+        out = tmp_path / f"benchmarks/results/h100-{name}.json"
+        places = ["--out", str(out), "--work", str(tmp_path / "work")]
+        code = main([*places, *shlex.split(words)])  # of which the last may take all that follow
         return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
 
     return run
