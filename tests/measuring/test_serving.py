@@ -92,6 +92,17 @@ def test_sglang_reads_adapters_of_a_model_without_weights():
     assert sglang_adapters.from_files(lambda a: a.load_config.load_format, adapter) == "auto"
 
 
+def test_servers_on_gpus_of_their_own(run, no_model):
+    """Servers are up together, and are loaded one after the other."""
+    names = ("vllm without LoRA", "sglang without LoRA")
+    written, log = run(f"--gpus 2,5 --engines '{','.join(names)}' --workloads saturation")
+    assert rows(written) == [f"{name}, saturation, 0" for name in names]
+    ends = [(f"load {name}", "ok") for name in names]
+    assert stages(written) == ends + [(f"serve {name}", "stopped") for name in names]
+    for name, gpu in zip(names, "25", strict=True):
+        assert f"==== serve-{name.replace(' ', '-')}\nNone {gpu} [" in log
+
+
 def test_a_server_that_did_not_answer_is_named(run, no_model):
     engines = {"mute": {"command": ["sleep", "60"]}, "gone": {"command": ["true"]}}
     written, _ = run("--engines mute,gone --start-s 0.5", code=1, engines=engines)
@@ -129,6 +140,7 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path):
         ("--model micro --format mxfp4", "micro has no mxfp4"),
         ("--model gpt-oss-20b --format int4", "gpt-oss-20b has only mxfp4"),
         ("--adapters 4 --max-loras 8", "1 <= --max-loras <= --max-cpu-loras"),
+        ("--at-once --gpus 0,1", "--at-once has all servers on the same GPUs"),
         ("--workloads none", "--workloads has ['none'], known are first_minute"),
         ("--url http://127.0.0.1:1", "the server's --served-model"),
         ("--more nowhere.json", "--more nowhere.json: "),

@@ -84,7 +84,7 @@ plugins = sorted(importlib.metadata.entry_points(group="sglang.srt.plugins").nam
 is_on = "1" in (os.environ.get("MOELORA_VLLM"), os.environ.get("MOELORA_SGLANG"))
 if is_on and "moelora" in plugins:
     print("moelora: version 1 runs MoE layers with LoRA")
-print(os.environ.get("SAY"), plugins, words, flush=True)
+print(*map(os.environ.get, ("SAY", "CUDA_VISIBLE_DEVICES")), plugins, words, flush=True)
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self, what=None):
