@@ -1,55 +1,64 @@
-"""The models that engines are measured with, and what their answers are held against."""
+"""The models that engines are measured with, and what their answers and rows are held against."""
 
 import json
 
 import pytest
 import torch
 from hf_models import transformers  # skips where there is none
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+import moelora
 from benchmarks.engines import answers, engine_model, trainer, vllm_quantize
+from benchmarks.engines.vllm_rows import Calls
+from moelora.adapters import AdapterPool
 from moelora.integrations.transformers import load_adapters, use_adapters
+from moelora.integrations.transformers.projection import expert_weights
 
 PROMPTS = [[5 + 3 * i + j * j % 89 for j in range(12 + i)] for i in range(4)]
-SMALL = engine_model.Shape(96, 4, 4, 2, 64, 4, 2, 8)
+SMALL = engine_model.Shape(256, 2, 4, 2, 128, 4, 2, 16)
 
 
-def make(out, preset, patch):
-    """(folder of an unquantized model with one layer and two adapters, its manifest)."""
-    patch.setattr(engine_model, "GPT_OSS_20B", SMALL)
-    words = ["--preset", preset, "--layers", "1", "--adapters", "4,8", "--attention"]
-    engine_model.main([*words, "--out", str(out)])
-    return out, json.loads((out / "manifest.json").read_text())
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes a small model and adapters of ranks 4 and 8: their folder."""
+    monkeypatch.setattr(engine_model, "GPT_OSS_20B", SMALL)
+    monkeypatch.setitem(engine_model.PRESETS, "micro", SMALL)
+
+    def make(preset, *words):
+        out = tmp_path / preset
+        words = "--preset", preset, "--adapters", "4,8", "--out", str(out), *words
+        engine_model.main(words)
+        return out
+
+    return make
 
 
-def load(manifest):
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        manifest["base"], dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
-    return model
+def quantized(folder, format):
+    out = folder.with_name(format)
+    vllm_quantize.main(["--model", str(folder), "--format", format, "--out", str(out)])
+    return out
 
 
-def replies(manifest, wrong):
-    """What moelora's layers answer, as a check of `benchmarks.engines.answers.check`."""
-    model, alone = load(manifest), []
-    pool = load_adapters(model, manifest["adapters"])
-    for name in (None, *pool.names()):
-        rows = []
-        for prompt in PROMPTS:
-            with use_adapters(model, [name]):
-                (logprobs,) = trainer.prompt_logprobs(model, [prompt])
-            rows.append({"prompt": [lp + wrong for lp in logprobs], "tokens": []})
-        alone.append(rows)
-    return {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
+def manifest_of(folder):
+    return json.loads((folder / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize(("preset", "wrong"), [("micro", 0.0), ("gpt-oss", 0.2)])
-def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, preset, wrong):
-    """transformers finds every tensor, and another adapter would be far."""
-    folder, manifest = make(tmp_path / "model", preset, monkeypatch)
+def test_answers_are_held_against_merged_adapters(make, tmp_path, preset, wrong):
+    """transformers finds every tensor; what is wrong with moelora's answers is told."""
+    folder = make(preset, "--attention")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        manifest_of(folder)["base"], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    pool, alone = load_adapters(model, manifest_of(folder)["adapters"]), []
+    for name in (None, *pool.names()):
+        with use_adapters(model, [name]):
+            found = trainer.prompt_logprobs(model, PROMPTS)
+        alone.append([{"prompt": [lp + wrong for lp in row], "tokens": []} for row in found])
+    check = {"names": ["base", *pool.names()], "prompts": PROMPTS, "alone": alone}
     engine, out = tmp_path / "engine.json", tmp_path / "reference.json"
-    engine.write_text(json.dumps({"check": replies(manifest, wrong)}))
+    engine.write_text(json.dumps({"check": check}))
     words = ["--as", "reference", "--model", folder, "--engine", engine, "--out", out]
     trainer.main(list(map(str, words)))
     gaps = json.loads(out.read_text())["gap"]
@@ -61,26 +70,53 @@ def test_answers_are_held_against_merged_adapters(tmp_path, monkeypatch, preset,
 
 
 @pytest.mark.parametrize("format", vllm_quantize.FORMATS)
-def test_quantized_checkpoints_are_near_their_dense_ones(tmp_path, format):
+def test_quantized_checkpoints_are_near_their_dense_ones(make, format):
     """The reference of engines' answers holds the numbers themselves against the dense ones."""
-    base = tmp_path / "tiny" / "base"
-    base.mkdir(parents=True)
+    plain = make("gpt-oss" if format == "mxfp4" else "micro")
+    out = quantized(plain, format)
+    assert "quantization_config" in json.loads((out / "base/config.json").read_text())
+
+    def load(folder):
+        files = (folder / "base").glob("*.safetensors")
+        return {name: t for file in files for name, t in load_file(file).items()}
+
+    engines, dense = load(out), load(out.with_name(f"{format}-dense"))
+    for name, was in load(plain).items():
+        if ".experts." not in name or name.endswith("bias"):
+            assert torch.equal(engines[name], was) and torch.equal(dense[name], was)
+        else:
+            error = (dense[name] - was).float().norm() / was.float().norm()
+            assert 0 < error < 0.15 and (name not in engines or engines[name].dtype != was.dtype)
+
+
+def serve(calls, learner, folders):
+    """Calls of a layer's operator as vLLM makes them: adapters in two slices, scaled B."""
+    stacks = AdapterPool(learner.pool.layers.values(), 2, 16, dtype=torch.bfloat16)
+    for folder in folders:
+        stacks.add(folder.name, folder)
+    operator = calls.recording(moelora.fused_experts_lora)
     draw = torch.Generator().manual_seed(0)
-    expert, gate = "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.gate.weight"
-    plain = {n: torch.randn(256, 128, generator=draw).bfloat16() for n in (expert, gate)}
-    if format == "mxfp4":
-        expert = "model.layers.0.mlp.experts.gate_up_proj"
-        plain = {expert: torch.randn(2, 96, 64, generator=draw).bfloat16(), gate: plain[gate]}
-    save_file(plain, base / "m.safetensors")
-    (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
-    (tmp_path / "tiny" / "manifest.json").write_text(json.dumps({"base": str(base)}))
-    out = tmp_path / f"tiny-{format}"
-    vllm_quantize.main(["--model", str(tmp_path / "tiny"), "--format", format, "--out", str(out)])
-    quantized, dense = (
-        load_file(folder / "base" / "m.safetensors")
-        for folder in (out, tmp_path / f"tiny-{format}-dense")
-    )
-    assert "quantization_config" in json.loads((out / "base" / "config.json").read_text())
-    error = (dense[expert] - plain[expert]).float().norm() / plain[expert].float().norm()
-    assert 0 < error < 0.15 and expert not in quantized.keys() - dense.keys()
-    assert torch.equal(quantized[gate], plain[gate]) and torch.equal(dense[gate], plain[gate])
+    for name, (module, _) in zip(learner.pool.layers, learner.experts(), strict=True):
+        factors = stacks.layer(name)
+        scalings = factors.pop("lora_scalings").bfloat16().reshape(-1, 1, 1, 1)
+        factors["w13_lora_b"] = [b * scalings for b in factors["w13_lora_b"]]
+        factors["w2_lora_b"] = factors["w2_lora_b"] * scalings
+        for calls.phase, slots in ((0, [0] * 3), (1, [1] * 3), (-1, [0, 1, -1, 1, 0] * 7)):
+            x = torch.randn(len(slots), SMALL.hidden, generator=draw).bfloat16()
+            weights, ids = torch.rand(len(slots), 4, generator=draw).softmax(-1).topk(2)
+            factors |= {"token_lora_mapping": torch.tensor(slots, dtype=torch.int32)}
+            args = (x, *expert_weights(module), weights, ids.int())
+            operator(*args, out=torch.empty_like(x), **factors)
+    return calls.finished()
+
+
+@pytest.mark.parametrize("format", [None, "fp8_channel"])
+def test_a_trainer_has_the_bits_of_an_engine(make, format):
+    plain = make("micro", "--adapters", "16,16")
+    folder = quantized(plain, format) if format else plain
+    learner = trainer.Trainer(manifest_of(folder), "cpu")
+    calls = serve(Calls(), learner, [plain / name for name in learner.names])
+    counts = {"rows": 2 * 35, "elements": 2 * 35 * SMALL.hidden}
+    assert learner.repeat(calls) == counts | {"differing": 0}
+    calls[1]["adapters"].clamp_(max=0)  # those of other tenants
+    assert learner.repeat(calls)["differing"] > 0
