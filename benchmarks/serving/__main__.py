@@ -194,12 +194,15 @@ class Bench(Stages):
         asked = {"targets": targets, "workloads": workloads, "runs": runs, "slo": self.args.slo}
         job.write_text(json.dumps(asked))
         command = [sys.executable, "-m", "benchmarks.serving.client", job, out]
-        self.done(self.job(f"load {names}", command, self.args.load_s * len(targets)))
-        lines = out.read_text().splitlines() if out.exists() else []
-        for line, (_, i, _) in zip(lines, runs, strict=False):
-            target = targets[i]
-            engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
-            self.rows.append({"topic": "serving"} | engine | target["fields"] | json.loads(line))
+        try:
+            self.done(self.job(f"load {names}", command, self.args.load_s * len(targets)))
+        finally:  # after a signal, too
+            lines = out.read_text().splitlines() if out.exists() else []
+            for line, (_, i, _) in zip(lines, runs, strict=False):
+                target = targets[i]
+                engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
+                row = {"topic": "serving"} | engine | target["fields"] | json.loads(line)
+                self.rows.append(row)
 
     def caches(self, name):
         """Empty folders, so that a server whose start is timed compiles as on a fresh machine."""

@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +16,7 @@ pytest.importorskip("tomllib")
 from e2e import runner  # noqa: E402
 
 from benchmarks import tables  # noqa: E402
+from benchmarks.engines import jobs  # noqa: E402
 from benchmarks.serving import __main__ as serving  # noqa: E402
 from benchmarks.serving import sglang_adapters  # noqa: E402
 
@@ -108,6 +114,26 @@ def test_a_server_that_did_not_answer_is_named(run, no_model):
     written, _ = run("--engines mute,gone --start-s 0.5", code=1, engines=engines)
     late = "did not answer within 0.5 s"
     assert stages(written) == [("serve mute", late), ("serve gone", "ended")] and not rows(written)
+
+
+def terminated(argv):
+    """Runs the benchmark in a process, which gets a SIGTERM in its second load: exit status."""
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.serving", *argv])
+    log = pathlib.Path(argv[argv.index("--work") + 1]) / "load-vllm-without-LoRA.log"
+    while process.poll() is None and not (log.exists() and log.read_text().count("http") == 2):
+        time.sleep(0.1)
+    process.terminate()
+    return process.wait(60)
+
+
+def test_a_run_that_is_ended_leaves_its_rows_and_no_server(run):
+    words = "--model micro --layers 1 --engines 'vllm without LoRA' --port 8140"
+    words += " --workloads decode_64,first_minute"  # of 16 seconds
+    written, _ = run(words, 128 + signal.SIGTERM, terminated)
+    assert rows(written) == ["vllm without LoRA, decode_64, 0"]
+    assert ("serve vllm without LoRA", "stopped") in stages(written)
+    running = SimpleNamespace(poll=lambda: None)
+    assert not jobs.is_up("http://127.0.0.1:8140/health", running, until=0)
 
 
 def test_a_server_that_somebody_else_started(run):

@@ -112,6 +112,7 @@ port = int(words[words.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 BENCH = """\
+import asyncio
 NAMES = ("base-url model tokenizer dataset-name seed random-input-len random-output-len burstiness "
          "num-prompts temperature percentile-metrics metric-percentiles ready-check-timeout-sec "
          "lora-assignment request-rate max-concurrency random-range-ratio")
@@ -124,6 +125,7 @@ def add_cli_args(parser):
 get_tokenizer = print
 async def main_async(args):
     print(args.base_url, args.lora_modules)
+    await asyncio.sleep(int(args.num_prompts) / float(args.request_rate or "inf"))
     return {"completed": int(args.num_prompts), "failed": 0, "median_ttft_ms": 1.23456,
             "p99_ttft_ms": None, "median_tpot_ms": 32.0, "not kept": 3,
             "duration": (args.lora_modules or []).count("a0-r4")}
