@@ -11,22 +11,9 @@ from checks import guarded_empty
 from conftest import PLACES, on_gpu
 from delta_cases import DELTAS
 from gradient_cases import FACTORS as FACTORS_OF_LAYER
-from gradient_cases import (
-    FEW_PLACES,
-    assert_gradients,
-    assert_samples,
-    flat,
-    grad_like,
-)
+from gradient_cases import FEW_PLACES, assert_gradients, assert_samples, flat, grad_like
 from gradient_cases import by_autograd as of_layer
-from projection_cases import (
-    FACTORS,
-    for_delta,
-    grads_of,
-    of_projection,
-    samples,
-    with_leaves,
-)
+from projection_cases import FACTORS, for_delta, grads_of, of_projection, samples, with_leaves
 from quantized_cases import ALL_FORMATS, NATIVE, made
 from streams import Captured, no_waits
 

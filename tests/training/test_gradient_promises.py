@@ -6,15 +6,7 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from conftest import PLACES, on_gpu
-from gradient_cases import (
-    FACTORS,
-    FEW_PLACES,
-    by_autograd,
-    by_hand,
-    flat,
-    grad_like,
-    saved_bytes,
-)
+from gradient_cases import FACTORS, FEW_PLACES, by_autograd, by_hand, flat, grad_like, saved_bytes
 from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from test_parallel import expert_parallel
 
@@ -23,13 +15,7 @@ from moelora import _C
 
 LORAS = 4
 TENANTS = Spec(
-    tokens=70,
-    top_k=2,
-    experts=3,
-    hidden=136,
-    inter=72,
-    ranks=(8, 16, 4, 70),
-    mix="many",
+    tokens=70, top_k=2, experts=3, hidden=136, inter=72, ranks=(8, 16, 4, 70), mix="many"
 )
 SPECS = {
     "per_expert": TENANTS,

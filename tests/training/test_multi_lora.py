@@ -281,16 +281,12 @@ def test_scalings_stay_float32():
     assert module.lora_scalings.tolist() == torch.tensor([1 / 3, 1.0, 1.0]).tolist()
 
 
-def closed(module):
-    slot = LoraSlot(module, 1)
-    return slot, slot.open(rank=4).read()
+def adam(module, slot):
+    return torch.optim.AdamW(LoraSlot(module, slot).parameters())
 
 
 BAD = {
-    "optimizer": (
-        lambda m: LoraSlot(m, 2).take(torch.optim.AdamW(m.parameters())),
-        "optimizer has other parameters than slot 2",
-    ),
+    "optimizer": (lambda m: LoraSlot(m, 2).take(adam(m, 1)), "other parameters than slot 2"),
     "slot": (lambda m: LoraSlot(m, 3), "slot is 3, wanted 0 to 2, those of experts"),
     "no experts": (lambda m: LoraSlot(torch.nn.Linear(2, 2), 0), "has no MultiLoraExperts"),
     "rank": (lambda m: LoraSlot(m, 0).open(rank=17), "rank is 17, wanted 1 to 16"),
@@ -299,23 +295,14 @@ BAD = {
     "twice": (lambda m: LoraSlot(m, 0).open().open(), "slot 0 has an adapter: take it or close"),
     "empty": (lambda m: LoraSlot(m, 0).take(), "slot 0 has no adapter"),
     "no state": (
-        lambda m: LoraSlot(m, 0).put(closed(m)[1], torch.optim.AdamW(LoraSlot(m, 0).parameters())),
+        lambda m: LoraSlot(m, 0).put(opened(m, 1, 0).read(), adam(m, 0)),
         "held has no state of an optimizer",
     ),
-    "rows": (
-        lambda m: m(*batch([0], [0])[:3], torch.zeros(2, dtype=torch.int32)),
-        "adapters has 2 numbers for 5 rows",
-    ),
+    "rows": (lambda m: m(*batch([0], [0])[:3], torch.zeros(2).int()), "has 2 numbers for 5 rows"),
     "a list": (lambda m: set_adapters(m, [0]), "adapters is a list, wanted a tensor of integers"),
-    "floats": (
-        lambda m: m(*batch([0], [0])[:3], torch.zeros(5)),
-        "adapters has dtype torch.float32, wanted integers",
-    ),
+    "floats": (lambda m: m(*batch([0], [0])[:3], torch.zeros(5)), "torch.float32, wanted integers"),
     "a mask": (lambda m: set_adapters(m, torch.ones(5).bool()), "dtype torch.bool, wanted int"),
-    "no slots": (
-        lambda m: set_adapters(torch.nn.Linear(2, 2), torch.tensor([0])),
-        "Linear has no MultiLoraExperts",
-    ),
+    "no slots": (lambda m: set_adapters(torch.nn.ReLU(), torch.tensor([0])), "has no MultiLora"),
     "shapes": (lambda m: again(m, w2=m.w13), "w13 and w2 are .* wanted"),
     "a matrix": (lambda m: again(m, w13=m.w13[0]), "w13 and w2 are .256, 256. and .* wanted"),
 }

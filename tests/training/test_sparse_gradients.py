@@ -38,13 +38,11 @@ def test_pairs_of_a_call_that_is_refused():
     arguments = SPARSE.build().kwargs()
     factors = {name: arguments[name].requires_grad_() for name in ("w2_lora_a", "w2_lora_b")}
     set_sparse(factors.values(), True)
+    ids, mapping = arguments["topk_ids"], arguments["token_lora_mapping"]
     for changes, why in (
-        ({"topk_ids": freed(arguments["topk_ids"])}, "topk_ids has elements up to byte"),
-        (
-            {"token_lora_mapping": freed(arguments["token_lora_mapping"])},
-            "token_lora_mapping has elements up to byte",
-        ),
-        ({"token_lora_mapping": arguments["token_lora_mapping"][:5]}, "token_lora_mapping.size"),
+        ({"topk_ids": freed(ids)}, "topk_ids has elements up to byte"),
+        ({"token_lora_mapping": freed(mapping)}, "token_lora_mapping has elements up to byte"),
+        ({"token_lora_mapping": mapping[:5]}, "token_lora_mapping.size"),
     ):
         with pytest.raises(ValueError, match=why):
             moelora.fused_experts_lora(**arguments | changes)

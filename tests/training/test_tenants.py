@@ -98,21 +98,6 @@ def test_what_goes_wrong_stops_one_tenant(place, bad, tmp_path):
     assert house.steps(["law", "med"], range(4, 5))[0]["med"].updated
 
 
-def test_nan_in_rows_and_factors_of_one_tenant(place):
-    house = House(place, "law", "code", "med")
-    house.steps(["law", "code", "med"], range(1))
-    for layer in LAYERS:
-        slot = house.pool.lookup("med")
-        house.pool.layer(layer.name)["w2_lora_a"].data[slot, :, 0] = float("nan")
-    step = house.steps(["code", "med", "law"], range(1, 2))[0]
-    assert "nan" in step["med"].stopped
-    house.steps(["code", "med", "law"], range(2, 4))
-    for name in ("law", "code"):
-        assert same(house.factors(name), alone(place, name, range(4))[0])
-    rows = house.losses(["med"], 0)["med"]  # now of the base model
-    assert rows.isfinite()
-
-
 def test_what_is_trained_is_served(place):
     """The slots are the same memory; adapters beside them, that only serve, are as they were."""
     house = House(place, "law")
@@ -132,19 +117,15 @@ def test_what_is_trained_is_served(place):
 # ---- refusals ----
 
 
-def test_what_is_no_pool():
-    for pool in (None, {}, "law"):
-        with pytest.raises(ValueError, match="pool is a .*, wanted an AdapterPool"):
-            Tenants(pool)
-
-
-def test_pools_of_other_layouts():
-    for options, why in (
-        ({"w13_slices": 2}, "two slices of w13 of layers.0.experts, wanted one"),
-        ({"w13_slices": 1, "shared_outer": True}, "shared_outer=True"),
+def test_pools_that_do_not_train():
+    two, outer = ({"w13_slices": 2}, {"w13_slices": 1, "shared_outer": True})
+    for pool, why in (
+        *((wrong, "pool is a .*, wanted an AdapterPool") for wrong in (None, {}, "law")),
+        (moelora.AdapterPool(LAYERS, 2, R, **two), "two slices of w13 of layers.0.*, wanted one"),
+        (moelora.AdapterPool(LAYERS, 2, R, **outer), "shared_outer=True"),
     ):
         with pytest.raises(ValueError, match=why):
-            Tenants(moelora.AdapterPool(LAYERS, 2, R, **options))
+            Tenants(pool)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +186,6 @@ def test_names_and_room():
         house.add("law")
     with pytest.raises(RuntimeError, match="no slot for adapter 'med': all 2 are pinned"):
         house.add("med")
-    with pytest.raises(KeyError, match=r"no tenant 'med'; there are \['code', 'law'\]"):
-        house.tenants.step({"med": torch.ones((), requires_grad=True)})
 
 
 def test_an_optimizer_of_other_parameters():
@@ -238,14 +217,17 @@ def test_an_optimizer_that_raises():
     assert same(house.factors("med"), before) and step["law"].updated
 
 
-def test_an_update_that_overflows(place):
-    """The slot keeps what it served, and so do others."""
+@pytest.mark.parametrize("distance", [float("inf"), 1e5])
+def test_an_update_that_overflows(place, distance):
+    """The slot keeps what it served, and so do others. Float16 ends at 65504."""
 
     class Leap(torch.optim.SGD):
         def step(self, closure=None):
             for parameter in self.param_groups[0]["params"]:
-                parameter.detach().add_(float("inf"))
+                parameter.detach().add_(distance)
 
+    if distance == 1e5:
+        place = (place[0], torch.float16, torch.float16, place[3])
     house = House(place, "law")
     house.add("med", optimizer=lambda p: Leap(p, lr=1.0))
     before, served = house.factors("med"), [s[1].clone() for s in house.tenants._stacks]
@@ -257,15 +239,6 @@ def test_an_update_that_overflows(place):
     assert same(house.factors("law"), alone(place, "law", range(1))[0])
 
 
-def test_an_update_that_overflows_the_dtype_of_the_pool():
-    house = House(("cpu", torch.float16, torch.float16, False))
-    house.add("med", optimizer=lambda p: torch.optim.Adam(p, lr=1e5))  # a step of about 1e5
-    before = house.factors("med")
-    (step,) = house.steps(["med"], range(1))
-    assert step["med"].stopped == "its update is not finite in the dtype of the pool"
-    assert same(house.factors("med"), before)
-
-
 def test_a_step_under_no_grad(place):
     house = House(place, "law", "med")
     losses = house.losses(["law", "med"], 0)
@@ -273,20 +246,6 @@ def test_a_step_under_no_grad(place):
         steps = house.tenants.step(losses | {"med": lambda: losses["med"]})
     assert steps["law"].updated and steps["med"].updated
     assert same(house.factors("law"), alone(place, "law", range(1))[0])
-
-
-def test_losses_are_checked_before_anything():
-    house = House(FLOAT32, "law")
-    before = house.factors("law")
-    for loss, why in (
-        (torch.ones(2, requires_grad=True), r"loss of 'law' is \(2,\), wanted a tensor of one"),
-        (torch.ones(()), "requires no gradient: do its rows have its adapter"),
-        (torch.ones((), dtype=torch.complex64, requires_grad=True), "is complex64, wanted a real"),
-        (1.0, "loss of 'law' is float, wanted a tensor of one"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            house.tenants.step({"law": loss})
-    assert same(house.factors("law"), before) and house.tenants["law"].stopped is None
 
 
 def test_a_pool_has_one_tenants():

@@ -34,10 +34,20 @@ def test_losses_of_stopped_tenants_are_not_looked_at():
         assert step["law"].updated and "med" not in step
 
 
-def test_losses_that_are_no_mapping():
+def test_losses_are_checked_before_anything():
     house = House(FLOAT32, "law")
-    with pytest.raises(ValueError, match="losses is a list, wanted a mapping of tenants"):
-        house.tenants.step([house.losses(["law"], 0)["law"]])
+    before, loss = house.factors("law"), torch.ones((), requires_grad=True)
+    for losses, error, why in (
+        ([loss], ValueError, "losses is a list, wanted a mapping of tenants"),
+        ({"med": loss}, KeyError, r"no tenant 'med'; there are \['law'\]"),
+        ({"law": loss.expand(2)}, ValueError, r"loss of 'law' is \(2,\), wanted a tensor of one"),
+        ({"law": loss.detach()}, ValueError, "requires no gradient: do its rows have its adapter"),
+        ({"law": loss.to(torch.complex64)}, ValueError, "is complex64, wanted a real"),
+        ({"law": 1.0}, ValueError, "loss of 'law' is float, wanted a tensor of one"),
+    ):
+        with pytest.raises(error, match=why):
+            house.tenants.step(losses)
+    assert same(house.factors("law"), before) and house.tenants["law"].stopped is None
 
 
 @pytest.mark.parametrize("method", ["step", "add", "remove", "save", "close"])

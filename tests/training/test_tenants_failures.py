@@ -207,10 +207,7 @@ class Marked:
 def test_a_step_under_inference_mode_is_refused():
     house = House(FLOAT32, "law")
     loss = house.losses(["law"], 0)["law"]
-    with (
-        torch.inference_mode(),
-        pytest.raises(RuntimeError, match="step is called under torch"),
-    ):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="step is called under torch"):
         house.tenants.step({"law": loss})
     assert house.tenants.step({"law": loss})["law"].updated
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import same_bits
 from checks import largest_allocation
-from conftest import on_gpu
+from conftest import DEVICES, on_gpu
 from delta_cases import DELTAS
 from gradient_cases import FEW_PLACES, grad_like
 from projection_cases import FACTORS, for_delta
@@ -143,13 +143,12 @@ def test_a_stream_of_ones_own(place):
 
 def test_updates_are_those_of_dense_gradients(monkeypatch):
     """Without the zeros of pairs that no row has reached."""
-    for place in SPARSE[:1]:
-        factors, steps = alone(place.values[0], "code", range(6))
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "set_sparse", lambda *_: None)
-            dense, its_steps = alone(place.values[0], "code", range(6))
-        assert same(factors, dense)
-        assert [s.updated for s in steps] == [s.updated for s in its_steps]
+    place = SPARSE[0].values[0]
+    factors, steps = alone(place, "code", range(6))
+    monkeypatch.setattr(module, "set_sparse", lambda *_: None)
+    dense, its_steps = alone(place, "code", range(6))
+    assert same(factors, dense)
+    assert [s.updated for s in steps] == [s.updated for s in its_steps]
 
 
 def test_pairs_that_every_batch_reaches_move_as_with_adamw():
@@ -274,17 +273,8 @@ def alone_from(place, name, numbers):
     return house.factors(name)
 
 
-@pytest.mark.parametrize("place", [(*p.values[0][:1], p.values[0][1]) for p in SPARSE[:1]])
-def test_a_step_takes_the_memory_of_its_pairs(place):
-    check_memory(*place)
-
-
-@pytest.mark.parametrize("place", [on_gpu("cuda")])
-def test_a_step_on_a_gpu_takes_the_memory_of_its_pairs(place):
-    check_memory(place, torch.bfloat16)
-
-
-def check_memory(device, dtype):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_takes_the_memory_of_its_pairs(device):
     """Of 8 slots of 64 experts, four tokens of two tenants reach 8 pairs."""
     experts, slots, rank, wide = 64, 8, 8, 64
     layer = moelora.MoELayer("experts", experts, wide, wide)
@@ -294,8 +284,8 @@ def check_memory(device, dtype):
     tenants = Tenants(pool)
     for name in ("law", "med"):
         tenants.add(name, rank=rank, sparse=True, accumulation=2)
-    w13, w2 = (draw(n, experts, wide * (2 - n), wide).to(device, dtype) for n in range(2))
-    x = draw(2, 4, wide).to(device, dtype)
+    w13, w2 = (draw(n, experts, wide * (2 - n), wide).to(device).bfloat16() for n in range(2))
+    x = draw(2, 4, wide).to(device).bfloat16()
     ids = torch.arange(8, device=device).view(4, 2)
     stacks = tenants._stacks
     of_pair = max(stack[0, 0].nbytes for stack in stacks)

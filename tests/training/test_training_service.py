@@ -85,10 +85,7 @@ def test_calls_that_wait_share_a_batch(make):
 
 BAD = {
     "rank": (lambda s, c: s.create(rank=5), "rank is 5, wanted an integer of 1 to 4"),
-    "token": (
-        lambda s, c: s.forward_backward(c, [[1, 256]]),
-        "token 256 is not an integer of 0 to 255",
-    ),
+    "token": (lambda s, c: s.forward_backward(c, [[1, 256]]), "256 is not an integer of 0 to 255"),
     "no tokens": (lambda s, c: s.forward_backward(c, [[]]), "there are no tokens"),
     "a word": (lambda s, c: s.forward_backward(c, [[1, 2]], [["one"]]), "could not convert"),
     "weights": (lambda s, c: s.forward_backward(c, [[1, 2]], [[1.0, 1.0]]), "weights are not as"),
