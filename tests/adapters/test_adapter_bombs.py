@@ -64,6 +64,7 @@ def state(**tensors):
 
 A, B = tensor((2, 8), (8, 1)), tensor((8, 2), (2, 1), offset=16)
 KEPT = {f"base_model.model.q_proj.lora_{side}.weight": t for side, t in (("A", A), ("B", B))}
+SHARED, ENDLESS = tensor((1024,), (1,)), tensor((0, 1 << 62, 1 << 62), (1, 1, 1))
 NESTED = b")" + b"q\0h\0\x86" * 60  # 2^60 leaves, which a hash visits
 
 
@@ -119,20 +120,14 @@ TORCH = {
     "key-of-a-tensor": (archive(b"}" + A + b"Ns"), "a key is a tensor"),
     "expanded": (archive(state(a=tensor((1 << 15, 1 << 15), (0, 0)))), "have 4294967296 bytes"),
     "overlapping": (archive(state(a=tensor((256, 768), (1, 1)))), "have 786432 bytes"),
-    "shared": (
-        archive(state(**{f"a{n}": tensor((1024,), (1,)) for n in range(100)})),
-        "have 409600 bytes, .*clone",
-    ),
+    "shared": (archive(state(**dict.fromkeys(map(str, range(100)), SHARED))), "409600.*clone"),
     "past-the-end": (archive(state(a=tensor((2,), (1 << 60,)))), "a ends at byte 46116"),
     "negated": (
         archive(state(a=A.replace(b")RtR", b")R}" + text("neg") + b"\x88stR"))),
         "metadata, such as that of a negated view",
     ),
     "negative": (archive(state(a=tensor((-1,), (1,)))), "out of range"),
-    "empty-and-endless": (
-        archive(state(**KEPT | {list(KEPT)[0]: tensor((0, 1 << 62, 1 << 62), (1, 1, 1))})),
-        "shape is",
-    ),
+    "empty-and-endless": (archive(state(**KEPT | {min(KEPT): ENDLESS})), "shape is"),
     "many-sizes": (archive(state(a=tensor((1,) * 2000, (0,) * 2000))), "2000 sizes"),
     "long-integer": (archive(b"}\x8a\xff" + b"\x01" * 255 + b"0"), "POP"),
     "longer-integer": (archive(b"}\x8b" + struct.pack("<i", 1 << 30)), "LONG4"),

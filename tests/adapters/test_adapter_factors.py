@@ -127,10 +127,7 @@ def test_what_is_taken_off_a_name(key):
         ("model.layers.0.mlp.router.linear", "model.layers.0.mlp.router"),
         ("model.layers.0.moe.gate", "model.layers.0.mlp.gate"),
         ("model.layers.0.share_expert.up_proj", "model.layers.0.mlp.shared_experts.up_proj"),
-        (
-            "model.layers.0.mlp.shared_mlp.gate_proj",
-            "model.layers.0.mlp.shared_experts.gate_proj",
-        ),
+        ("model.layers.0.mlp.shared_mlp.w2", "model.layers.0.mlp.shared_experts.down_proj"),
         ("layers.0.ffn.shared_experts.w1", "model.layers.0.mlp.shared_experts.gate_proj"),
         ("layers.0.attn.wq_a", "model.layers.0.self_attn.q_a_proj"),
         ("model.layers.0.attn.q_proj", "model.layers.0.self_attn.q_proj"),
@@ -146,27 +143,33 @@ def test_other_names_of_a_module(trained, served):
     assert_pair(read(state, linears=linears).linears[served], factors)
 
 
+BESIDE = "model.layers.0.experts"
+
+
 @pytest.mark.parametrize(
     ("trained", "served"),
     [
-        ("model.layers.0.mlp", "model.language_model.layers.0.mlp"),
-        ("model.language_model.layers.0.mlp", "model.layers.0.mlp"),
-        ("model.layers.0.block_sparse_moe", "model.layers.0.mlp"),
-        ("model.layers.0.mlp", "model.layers.0.block_sparse_moe"),
-        ("thinker.model.layers.0.mlp", "model.layers.0.mlp"),
+        ("model.layers.0.mlp.experts", "model.language_model.layers.0.mlp.experts"),
+        ("model.language_model.layers.0.mlp.experts", "model.layers.0.mlp.experts"),
+        ("model.layers.0.block_sparse_moe.experts", "model.layers.0.mlp.experts"),
+        ("model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts"),
+        ("thinker.model.layers.0.mlp.experts", "model.layers.0.mlp.experts"),
+        # Gemma-4's are beside the MLP in transformers, in or below a block of their own elsewhere.
+        *((f"model.layers.0.{block}.experts", BESIDE) for block in ("moe", "mlp", "feed_forward")),
+        ("model.layers.0.moe", BESIDE),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_other_names_of_experts(trained, served, wrapped):
-    layer = MoELayer(f"{served}.experts", E, K, I)
-    key = f"{PREFIX}{trained}.experts"
-    if wrapped:
-        a, b = rand(E * R, I), rand(K, R * E)
+    layer = MoELayer(served, E, K, I)
+    key = f"{PREFIX}{trained}"
+    if wrapped or trained == "model.layers.0.moe":  # whose own parameters are wrapped
+        wrapped, a, b = True, rand(E * R, I), rand(K, R * E)
         wanted = a.view(E, R, I)
     else:
         key, a, b = f"{key}.down_proj", rand(E, R, I), rand(E, K, R)
         wanted = a
-    target = f"{trained.split('.', 1)[1]}.experts.down_proj"
+    target = f"{trained.split('.', 1)[1]}.down_proj"
     config = CONFIG | {"target_parameters": [target]} if wrapped else CONFIG
     state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
     adapter = read(state, config, [layer], ())
@@ -272,17 +275,8 @@ def test_stacks_in_modules_of_their_own():
 WRAPPED = f"{PREFIX}{EXPERTS[0].name}"
 PARAMETERS = {"target_parameters": ["experts.down_proj"]}
 UNMARKED = CONFIG | PARAMETERS | {"auto_mapping": {"unsloth_fixed": True}}
-BRIDGES = {
-    **CONFIG,
-    **PARAMETERS,
-    "fan_in_fan_out": False,
-    "auto_mapping": None,
-    "task_type": "CAUSAL_LM",
-    "inference_mode": True,
-    "use_dora": False,
-}
-
-
+BRIDGES = CONFIG | PARAMETERS | dict.fromkeys(("fan_in_fan_out", "use_dora"), False)
+BRIDGES |= {"auto_mapping": None, "task_type": "CAUSAL_LM", "inference_mode": True}
 RANKS, EXPERT = "rank_major", "grouped_by_expert"
 
 
@@ -359,10 +353,7 @@ def test_other_factors_of_unmarked_adapters_are_read():
         ({"vision.q_proj.lora_A.weight": rand(4, K)}, "vision.q_proj.lora_A.weight is not a LoRA"),
         ({f"{PREFIX}{Q}.lora_magnitude_vector": rand(10)}, r"DoRA \(use_dora\) is not supported"),
         ({f"{PREFIX}{Q}.lora_B.bias": rand(10)}, "trained biases are not supported"),
-        (
-            {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": rand(2, K)},
-            "trainable_token_indices",
-        ),
+        ({f"{HEAD}.token_adapter.trainable_tokens_delta": rand(2, K)}, "trainable_token_indices"),
         ({f"{PREFIX}score.modules_to_save.default.weight": rand(2, K)}, "trained whole"),
         ({f"{PREFIX}model.norm.weight": rand(K)}, "norm.weight is not a LoRA factor: it is the"),
         ({f"{PREFIX}{Q}.lora_A.weight": rand(4, K + 1)}, r"shape is \(4, 9\), wanted \(4, 8\)"),

@@ -81,10 +81,7 @@ SAYS = {
     "per-expert": ["one pair per expert", "model.layers.N.mlp.experts.N.gate_proj"],
     "lists": ["one pair per expert", "experts.gate_up_projs.N"],
     "tinker": ["stack of experts", "model.unembed_tokens"],
-    "in-training": [
-        "_checkpoint_wrapped_module, _fsdp_wrapped_module, _orig_mod, module",
-        "default",
-    ],
+    "in-training": ["_checkpoint_wrapped_module, _fsdp_wrapped_module, _orig_mod", "default"],
     "torch-file": ["adapter_model.bin"],
     "shards": ["adapter_model-00001-of-00002.safetensors"],
 }
@@ -342,6 +339,13 @@ def rename(old, new):
     return change
 
 
+HEAD = "base_model.model.lm_head"
+
+
+def put(name, *shape):
+    return lambda state: state.update({f"{HEAD}.{name}": torch.zeros(shape)})
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -364,22 +368,9 @@ def rename(old, new):
             "expert 7 of 6 experts; the adapter is of 8 experts, the model has 6: serve it with "
             "the model that it was trained on, not one with fewer experts (pruned)",
         ),
-        (
-            lambda s: s.pop("base_model.model.lm_head.lora_B.weight"),
-            "lm_head.lora_A.weight has no base_model.model.lm_head.lora_B.weight",
-        ),
-        (
-            lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 33)}),
-            r"lm_head.lora_A.weight: shape is (4, 33), wanted (4, 32)",
-        ),
-        (
-            lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 32)}),
-            "lm_head: A is (8, 32), but its rank by the configuration is 4",
-        ),
-        (
-            lambda s: s.update({"base_model.model.lm_head.lora_magnitude_vector": torch.ones(2)}),
-            "lm_head.lora_magnitude_vector is not a LoRA factor",
-        ),
+        (lambda s: s.pop(f"{HEAD}.lora_B.weight"), f"lm_head.lora_A.weight has no {HEAD}.lora_B."),
+        (put("lora_A.weight", 8, 32), "lm_head: A is (8, 32), but its rank by the config"),
+        (put("lora_magnitude_vector", 2), "lm_head.lora_magnitude_vector is not a LoRA factor"),
     ],
 )
 def test_the_key_that_is_in_the_way(ask, change, problem):

@@ -15,12 +15,8 @@ from moelora.adapters import patterns
 from moelora.adapters.patterns import MAX_LENGTH, Patterns
 
 PATHS = [
-    *(
-        f"model.layers.{n}.mlp.experts.{e}.{w}"
-        for n in (0, 12)
-        for e in (1, 13)
-        for w in ("w1", "up_proj")
-    ),
+    *(f"model.layers.{n}.mlp.experts.{e}.w1" for n in (0, 12) for e in (1, 13)),
+    *(f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in (0, 12) for e in (1, 13)),
     *("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.block_sparse_moe.experts.1.w2"),
     *("a", "ab.a", "x..y", ".", "", "é.٣_"),
 ]
@@ -42,20 +38,8 @@ TOKENS = [
     *("a", "b", "x", "1", "w", "up", "_proj", "experts", "layers", "model", "mlp", ".", r"\."),
     *(r"\d", r"\w", r"\D", r"\S", "[0-9]", "[^.]", "[a-z_]", "[1-3x]", "[^a-]", r"[\d.]", "[w|]"),
     *("(", ")", "|", "(?:", "?", "*", "+", "{2}", "{1,3}", "{,2}", "{2,}", "*?", "^", "$", ".*"),
-    *(
-        r"\b",
-        "(?=",
-        "(?!",
-        "(?<=",
-        r"\2",
-        "(?P<n>",
-        "{}",
-        "{1",
-        "[[a]",
-        "{e<=1}",
-        "[[:alpha:]]",
-        r"\p{L}",
-    ),
+    *(r"\b", "(?=", "(?!", "(?<=", r"\2", "(?P<n>", "{}", "{1", "[[a]", "{e<=1}"),
+    *("[[:alpha:]]", r"\p{L}"),
 ]
 
 
