@@ -11,18 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICES
-from glue_cases import (
-    TOP_K,
-    E,
-    I,
-    K,
-    M,
-    inputs,
-    op_calls,
-    operator,
-    tensors_in,
-    with_another,
-)
+from glue_cases import TOP_K, E, I, K, M, inputs, op_calls, operator, tensors_in, with_another
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelora

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checks import freed
 from quantized_cases import CODES, HALVES, bnb_tensor
 
 from moelora import QuantizedWeights
@@ -101,14 +102,9 @@ NESTED = {
     "nested_absmax": torch.ones(1),
     "nested_quant_map": torch.linspace(-1, 1, 256),
 }
-NESTED_LISTS = torch.full((10**5,), ord("["), dtype=torch.uint8)
+DEEP = good()["quant_state"][0] | {SETTINGS: torch.full((10**5,), ord("["), dtype=torch.uint8)}
+OF_NAN = {"nested_absmax": torch.full((1,), torch.nan)}
 OF_NESTED = {"nested_blocksize": 256, "nested_offset": 1.0}
-
-
-def freed(count):
-    tensor = torch.ones(count)
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def test_good_arguments_are_taken():
@@ -124,22 +120,13 @@ def test_good_arguments_are_taken():
         (changed(blocksize=96), "blocksize 96"),
         (changed(blocksize=64.0), "blocksize 64.0"),
         (changed(quant_type=["nf4"]), "has quant_type .'nf4'., expected 'nf4' or"),
-        (changed({"absmax": freed(24)}), "quant_state.0.: absmax has elements up to byte 96"),
-        (changed({"quant_map": freed(16)}), "quant_state.0.: code has elements up to byte 64"),
+        (changed({"absmax": freed(torch.ones(24))}), ".0.: absmax has elements up to byte 96"),
+        (changed({"quant_map": freed(torch.ones(16))}), ".0.: code has elements up to byte 64"),
         (changed(shape=[N, K, 1, 1]), r"shape \[8, 192, 1, 1\], expected two or three sizes"),
-        (
-            changed(shape=[2 * N, K]),
-            r"weight\[0\] has 768 bytes for shape \(16, 192\), expected 1536",
-        ),
-        (
-            changed(shape=[2 * N, K // 2]),
-            "96 columns .K. and blocks of 64, of which some end within 64",
-        ),
+        (changed(shape=[2 * N, K]), r"weight\[0\] has 768 bytes for .*\(16, 192\), expected 1536"),
+        (changed(shape=[2 * N, K // 2]), "96 columns .K. and blocks of 64, of which some end with"),
         (changed({"absmax": torch.ones(23)}), r"absmax of shape \(23,\), expected \(24,\)"),
-        (
-            changed({"absmax": torch.ones(24).half()}),
-            "absmax of torch.float16 and no nested_absmax",
-        ),
+        (changed({"absmax": torch.ones(24).half()}), "absmax of torch.float16 and no nested_abs"),
         (changed({"absmax": torch.full((24,), torch.nan)}), "absmax that is NaN"),
         (changed({"absmax": None}), r"quant_state\[0\] has no absmax"),
         (changed({"quant_map": torch.linspace(-1, 1, 16)}), "quant_map with other numbers"),
@@ -148,30 +135,14 @@ def test_good_arguments_are_taken():
         (changed(NESTED), "nested_blocksize None"),
         (changed(NESTED, nested_blocksize=256), "nested_offset None"),
         (changed(NESTED, nested_blocksize=256, nested_offset=10**400), "nested_offset 1000"),
-        (
-            changed(
-                NESTED | {"nested_absmax": torch.full((1,), torch.nan)},
-                nested_blocksize=2**60,
-                nested_offset=1.0,
-            ),
-            "absmax that is NaN",
-        ),
+        (changed(NESTED | OF_NAN, **OF_NESTED | {"nested_blocksize": 2**60}), "absmax that is NaN"),
         (changed(NESTED | {"absmax": torch.ones(24)}, **OF_NESTED), "absmax of torch.float32"),
         (changed(NESTED | {"nested_absmax": torch.ones(2)}, **OF_NESTED), "nested_absmax .2,. of"),
-        (
-            changed(NESTED | {"nested_quant_map": None}, **OF_NESTED),
-            "nested_quant_map of shape None",
-        ),
+        (changed(NESTED | {"nested_quant_map": None}, **OF_NESTED), "quant_map of shape None"),
         (good() | {"quant_state": [{"absmax": 1}]}, "has .'absmax'., expected one of quant_state"),
-        (
-            good() | {"quant_state": [good()["quant_state"][0] | {SETTINGS: NESTED_LISTS}]},
-            "is no JSON",
-        ),
+        (good() | {"quant_state": [DEEP]}, "is no JSON"),
         (good() | {"quant_state": []}, "quant_state is a list, expected one for each expert"),
-        (
-            good() | {"quant_state": [None]},
-            "a NoneType without absmax, expected bitsandbytes' Quant",
-        ),
+        (good() | {"quant_state": [None]}, "a NoneType without absmax, expected bitsandbytes' Q"),
         (good() | {"weight": [None]}, r"weight\[0\] is a NoneType, expected a Tensor, or gate"),
         (good() | {"weight": good()["weight"][0]}, "is a list without absmax"),
     ],

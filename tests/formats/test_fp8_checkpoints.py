@@ -3,13 +3,7 @@
 import pytest
 import torch
 from cases import same_bits
-from quantized_cases import (
-    DEVICES_AND_DTYPES,
-    FP8_FORMATS,
-    EightBits,
-    fp8_numbers,
-    refusal_tests,
-)
+from quantized_cases import DEVICES_AND_DTYPES, FP8_FORMATS, EightBits, fp8_numbers, refusal_tests
 
 from moelora import QuantizedWeights
 
@@ -94,6 +88,9 @@ BLOCK = {"weight": ONES, "weight_scale_inv": torch.ones(2, 1, 1)}
 CHANNEL = {"weight": ONES, "weight_scale": torch.ones(2, N)}
 TENSOR = {"weight": ONES, "weight_scale": torch.ones(2), "input_scale": torch.ones(2)}
 GOOD = {"from_fp8_block": BLOCK, "from_fp8_channel": CHANNEL, "from_fp8_tensor": TENSOR}
+NARROW = {"block": (128, 32), "weight_scale_inv": torch.ones(2, 1, 4)}
+OF_HALF = {"activations": "bf16", "dtype": torch.float16}
+LOW = {"block": (32, 64), "weight_scale_inv": torch.ones(2, 2, 2)}
 BAD = [
     ("from_fp8_block", {"weight": torch.ones(2, N, K)}, "weight has dtype float32, expected"),
     ("from_fp8_block", {"weight": ONES[0]}, r"weight has shape \(64, 128\), expected \[N, K\]"),
@@ -108,22 +105,10 @@ BAD = [
     ("from_fp8_block", {"weight_scale_inv": torch.full((2, 1, 1), 256.0)}, "beyond 255"),
     ("from_fp8_block", {"block": 128}, "block is 128, expected two sizes: rows and columns"),
     ("from_fp8_block", {"block": (128, 0)}, r"block is \(128, 0\), expected two sizes"),
-    (
-        "from_fp8_block",
-        {"block": (128, 32), "weight_scale_inv": torch.ones(2, 1, 4)},
-        r"block is \(128, 32\), expected columns that are a multiple of 64",
-    ),
-    (
-        "from_fp8_block",
-        {"block": (32, 64), "weight_scale_inv": torch.ones(2, 2, 2)},
-        r"block is \(32, 64\), expected columns that are a multiple of 128, as rows of a tile",
-    ),
+    ("from_fp8_block", NARROW, r"block is \(128, 32\), expected columns that are a multiple of 64"),
+    ("from_fp8_block", LOW, r"\(32, 64\), expected columns that are a multiple of 128, as rows"),
     ("from_fp8_block", {"activations": "int8"}, "is 'int8', expected 'fp8' or 'native' or 'bf16'"),
-    (
-        "from_fp8_block",
-        {"activations": "bf16", "dtype": torch.float16},
-        "activations is 'bf16' and dtype is torch.float16, expected dtype torch.bfloat16, or activ",
-    ),
+    ("from_fp8_block", OF_HALF, "'bf16' and dtype is torch.float16, expected dtype torch.bfloat16"),
     ("from_fp8_block", {"gate_up": "both"}, "gate_up is 'both', expected one of None"),
     ("from_fp8_block", {"dtype": torch.float32}, "dtype is torch.float32, expected torch.bfloat16"),
     ("from_fp8_channel", {"weight_scale": torch.ones(2, N - 1)}, "weight_scale has shape"),
