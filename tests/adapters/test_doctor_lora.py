@@ -61,38 +61,29 @@ def test_an_adapter_that_an_engine_uses(ask, engine, model_type, dialect):
 
 # Public reports of adapters that were served as the base model, rebuilt: the model, the dialect,
 # what names became, what an engine makes of them, and words of the reason.
+IN_A_BLOCK = [(r"\.experts\.", ".moe.experts.")]
+IN_A_PART = [(r"\.model\.layers\.", ".model.language_model.layers.")]
+MISSPELT = [(r"layers\.1\.mlp\.experts\.base_layer", "layers.1.mlp.expert.base_layer")]
 REPORTS = {
     # Gemma-4: an adapter's names have a part that no module of the release has
     "vllm#41754": (
-        "gemma4_text",
-        "per-expert",
-        [(r"\.experts\.", ".moe.experts.")],
-        "ignored",
+        *("gemma4_text", "per-expert", IN_A_BLOCK, "ignored"),
         "only vLLM 0.28 calls a module so",
     ),
     "vllm#41754, a multimodal model's names": (
-        "qwen3_moe",
-        "per-expert",
-        [(r"\.model\.layers\.", ".model.language_model.layers.")],
-        "ignored",
+        *("qwen3_moe", "per-expert", IN_A_PART, "ignored"),
         "vLLM has no module model.language_model.layers.0",
     ),
     # Gemma-4: stacks of experts, which the mapping of names does not reach
     "vllm#50252": (
-        "gemma4_text",
-        "peft",
-        [(r"\.experts\.", ".moe.experts.")],
-        "ignored",
+        *("gemma4_text", "peft", IN_A_BLOCK, "ignored"),
         "per-expert OUT writes one pair per expert",
     ),
     # stacks of experts for a model that has them one by one
     "unsloth-zoo#1250": ("qwen3_moe", "peft", [], "refused", "keeps the experts of qwen3_moe one"),
     # stacks are served where the engine has stacks, so that each name has to be looked up
     "unsloth-zoo#1267": (
-        "qwen3_5_moe_text",
-        "peft",
-        [(r"layers\.1\.mlp\.experts\.base_layer", "layers.1.mlp.expert.base_layer")],
-        "ignored",
+        *("qwen3_5_moe_text", "peft", MISSPELT, "ignored"),
         "vLLM has no module model.layers.1.mlp.expert.base_layer",
     ),
 }

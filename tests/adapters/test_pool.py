@@ -111,23 +111,6 @@ def test_least_recently_used_is_evicted(caplog):
         pool.lookup("c")
 
 
-def test_held_adapters_stay():
-    pool = make_pool(max_loras=1)
-    add(pool, "a")
-    with pool.hold(["a", None, "a"]):
-        for act in (
-            lambda: pool.remove("a"),
-            lambda: add(pool, "b", 1),
-            lambda: add(pool, "a", 1, replace=True),
-        ):
-            with pytest.raises(RuntimeError, match="in use"):
-                act()
-    with pytest.raises(KeyError), pool.hold(["a", "zzz"]):
-        pass
-    add(pool, "b", 1)
-    assert pool.names() == ["b"]
-
-
 def test_a_batch_that_was_released_is_refused():
     pool, other = make_pool(max_loras=1), make_pool(max_loras=1)
     add(pool, "a")

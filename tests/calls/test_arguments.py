@@ -52,10 +52,8 @@ ACCEPTED = {
     },
     "on another device": {("prepack_weights", "w")},
 }
-UNREAD = {
-    ("fused_moe_lora_gemm_backward", "topk_weights"),
-    *((name, "token_lora_mapping") for name in VLLM),
-}
+UNREAD = {(name, "token_lora_mapping") for name in VLLM}
+UNREAD |= {("fused_moe_lora_gemm_backward", "topk_weights")}
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -69,12 +67,8 @@ def vllm_calls():
         lists = Lists(p, "w13", naive)
         out, rank = base_output(p, columns_of(p, "w13")).tensor, lists.a[0].size(2)
         h = zeros(len(lists.a), *p.topk_ids.shape, rank)
-        arguments = (
-            lists.of_fused(out),
-            lists.of_shrink(h, lists.a),
-            lists.of_expand(out, h, lists.b),
-        )
-        for name, of in zip(VLLM, arguments, strict=True):
+        halves = lists.of_shrink(h, lists.a), lists.of_expand(out, h, lists.b)
+        for name, of in zip(VLLM, (lists.of_fused(out), *halves), strict=True):
             yield name + form, (getattr(moelora, name), of | {"num_experts": lists.num_experts})
 
 
@@ -89,12 +83,10 @@ def calls():
     ids = {"expert_ids": given["topk_ids"], "weight_indices": given["token_lora_mapping"]}
     ids |= {"lora_ranks": given["lora_ranks"], "adapter_enabled": given["adapter_enabled"]}
     weighted = {"routing_weights": given["topk_weights"], "scalings": given["lora_scalings"]}
-    a13, b13, a2, b2 = (
-        zeros(LORAS, E, R, K),
-        zeros(LORAS, E, 2 * I, R),
-        *(given[name] for name in ("w2_lora_a", "w2_lora_b")),
-    )
-    down = {"down_a": a2, "down_b": b2}
+    a13, b13 = zeros(LORAS, E, R, K), zeros(LORAS, E, 2 * I, R)
+    a2, b2 = given["w2_lora_a"], given["w2_lora_b"]
+    h, activated = zeros(M, TOP_K, R), zeros(M, TOP_K, I)
+    combined = {"output": zeros(M, K), "down_a": a2, "down_b": b2, **ids, **weighted}
     batch = types.SimpleNamespace(
         token_lora_mapping=given["token_lora_mapping"],
         gate_up_lora_a=zeros(LORAS, E, 2 * R, K),
@@ -129,25 +121,10 @@ def calls():
         "moe_lora_align_block_size of vllm": align | lists,
         "moe_sorting": {**routing, "topk_weights": given["topk_weights"]},
         "prepack_weights": {"w": given["w13"]},
-        "moe_lora_a": {"x": zeros(M, K), "lora_a": a13, "out": zeros(M, TOP_K, R), **ids},
-        "moe_lora_gate_up_b": {
-            "intermediate_a": zeros(M, TOP_K, R),
-            "gate_up_b": b13,
-            "out": zeros(M, TOP_K, I),
-            **ids,
-        },
-        "moe_lora_down_combine": {
-            "activated": zeros(M, TOP_K, I),
-            "output": zeros(M, K),
-            **(ids | weighted | down),
-        },
-        "moe_lora_fused": {
-            "x": zeros(M, K),
-            "gate_up_a": a13,
-            "gate_up_b": b13,
-            "output": zeros(M, K),
-            **(ids | weighted | down),
-        },
+        "moe_lora_a": {"x": zeros(M, K), "lora_a": a13, "out": h, **ids},
+        "moe_lora_gate_up_b": {"intermediate_a": h, "gate_up_b": b13, "out": activated, **ids},
+        "moe_lora_down_combine": {"activated": activated, **combined},
+        "moe_lora_fused": {"x": zeros(M, K), "gate_up_a": a13, "gate_up_b": b13, **combined},
         "batched_experts_lora": {
             "hidden_states": zeros(E, 3, K),
             "out": zeros(E, 3, K),

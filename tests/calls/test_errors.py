@@ -260,12 +260,6 @@ def test_factors_without_a_mapping(kept):
     assert same_bits(named, base)
 
 
-def test_an_empty_batch_has_an_empty_mapping():
-    p = Spec(tokens=0).build()
-    assert p.token_lora_mapping.shape == (0,)
-    assert moelora.fused_experts_lora(**p.kwargs()).shape == (0, K)
-
-
 def test_output_must_not_share_memory_with_an_input():
     """Only the layer's hidden_states may be its output, and then exactly."""
     p = Spec(hidden=64, inter=32).build()

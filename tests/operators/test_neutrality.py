@@ -11,22 +11,11 @@ from quantized_cases import NATIVE, dense, each, made
 
 import moelora
 
-SPECS = {
-    "small": Spec(tokens=9, mix="many", ranks=(8, 16)),
-    "odd": Spec(tokens=17, hidden=33, inter=7, ranks=(3, 17, 1), mix="many", top_k=3),
-    "one_slice": Spec(tokens=20, hidden=100, inter=64, slices=1, mix="half_base", bias=True),
+SPECS = {  # larger than those that are drawn
     "one_expert": Spec(tokens=70, top_k=1, experts=2, routing="one_expert", mix="half_base"),
     "disabled": Spec(tokens=20, ranks=(8, 4, 16), mix="disabled", hidden=128, inter=96),
-    "rank_zero": Spec(tokens=12, ranks=(0, 8), mix="all_different"),
-    "out_of_range": Spec(tokens=32, mix="out_of_range", ranks=(8, 16), routing="out_of_range"),
     "large_rank": Spec(tokens=24, ranks=(256, 1), mix="many", hidden=256, inter=128),
     "tiles": Spec(tokens=200, hidden=320, inter=192, ranks=(16,) * 8, mix="half_base"),
-    "swigluoai": Spec(tokens=24, activation="swigluoai", bias=True, mix="half_base"),
-    "clamped": Spec(tokens=24, limit=0.5, mix="half_base"),
-    "swigluoai_uninterleave": Spec(
-        tokens=24, activation="swigluoai_uninterleave", alpha=1.2, limit=0.5, mix="half_base"
-    ),
-    "relu2": Spec(tokens=24, activation="relu2", slices=1, mix="half_base"),
 }
 
 

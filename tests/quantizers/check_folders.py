@@ -119,15 +119,8 @@ def described(folder: Path) -> dict:
     layer = min((name for name in opened.linears if OF_ONE.search(name)), default=None)
     if layer is None:  # experts are not quantized
         return {}
-    beside = (
-        "ignore",
-        "targets",
-        "version",
-        "observer",
-        "observer_kwargs",
-        "block_name_to_quantize",
-        "meta",
-    )
+    beside = ("ignore", "targets", "version", "observer", "observer_kwargs", "meta")
+    beside += ("block_name_to_quantize",)
     settings = {
         k: v for k, v in opened.quantization.items() if k not in beside and v not in ({}, None)
     }
