@@ -106,30 +106,21 @@ def test_tensors_that_are_not_finite_are_refused(device, value):
 
 
 @pytest.mark.parametrize("host", [0, 4])
-def test_a_version_is_disabled_if_the_last_one_was(host):
+def test_all_versions_are_disabled_and_enabled_together(host):
     pool = make_pool(max_loras=3, host=host)
     add(pool, "a", 0)
     pool.disable("a")
     assert change(pool, "a", 1) == 2
+    old = pool.lookup("a")
     with pool.hold(["a"]):
         assert change(pool, "a", 2) == 3
-    assert not pool.adapter_enabled[pool.lookup("a")]
-    check(pool, "a", STATES[2][1], 2.0)
-    pool.enable("a")
-    assert pool.adapter_enabled[pool.lookup("a")]
-
-
-@pytest.mark.parametrize("host", [0, 4])
-def test_all_versions_are_enabled_again(host):
-    pool = make_pool(max_loras=3, host=host)
-    old = add(pool, "a", 0)
-    with pool.hold(["a"]):
-        change(pool, "a", 1)
-        new = pool.lookup("a")
+        both = [old, pool.lookup("a")]
+        assert not pool.adapter_enabled.any(), "a version is disabled if the last one was"
+        pool.enable("a")
+        assert pool.adapter_enabled[both].all(), "a batch finishes on the version it has"
         pool.disable("a")
         assert not pool.adapter_enabled.any()
-        pool.enable("a")
-        assert pool.adapter_enabled[[old, new]].all(), "a batch finishes on the version it has"
+    check(pool, "a", STATES[2][1], 2.0)
 
 
 def test_batches_switch_while_the_last_version_is_in_no_slot():

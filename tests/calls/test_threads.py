@@ -83,7 +83,7 @@ def test_whoever_holds_an_adapter_computes_with_it(device, slots):
 
 
 def test_errors_belong_to_their_thread(device):
-    dtype = torch.bfloat16
+    dtype, before = torch.bfloat16, _C.error_number()
 
     def work(number):
         columns = 100 + number
@@ -93,8 +93,10 @@ def test_errors_belong_to_their_thread(device):
         for _ in range(ROUNDS):
             with pytest.raises(ValueError, match=rf"w\.size\(2\) is {columns}|is {columns}"):
                 moelora.fused_moe_lora_gemm(x, w, torch.ones(2, 1, device=device), ids)
+        assert _C.error_number() == ROUNDS, "they are counted there, too"
 
     run_threads(work, THREADS)
+    assert _C.error_number() == before
 
 
 def test_sorts_of_all_sizes_at_once(device):

@@ -45,15 +45,8 @@ def test_random_problems(name, device, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_and_depth_that_fill_no_tiles(activation, name, device, dtype):
     """I = 96 and K = 160: halves of gate and up, and depth, that end within a tile."""
-    spec = Spec(
-        tokens=37,
-        hidden=160,
-        inter=96,
-        activation=activation,
-        slices=1 if activation == "relu2" else 2,
-        ranks=(16, 5),
-        bias=True,
-    )
+    spec = Spec(tokens=37, hidden=160, inter=96, ranks=(16, 5), bias=True, activation=activation)
+    spec = replace(spec, slices=1 if activation == "relu2" else 2)
     hold_layer(build(spec, ALL_FORMATS[name], dtype), device)
 
 

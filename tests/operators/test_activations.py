@@ -69,16 +69,6 @@ def test_the_smallest_and_the_largest_number(activation, name, number, size, dev
     hold_layer(p, device)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "situ"])
-def test_a_limit_beyond_every_value_changes_nothing(activation, size, device_and_dtype):
-    device, dtype = device_and_dtype
-    p = replace(SIZES[size], activation=activation, dtype=dtype).build().to(device)
-    plain = other_numbers(p)
-    assert torch.equal(other_numbers(p, activation_limit=1e30), plain)
-    assert not torch.equal(other_numbers(p, activation_limit=0.5), plain)
-
-
 ABSENT = {
     **dict.fromkeys(OAI, ({"activation_alpha": 1.702, "activation_limit": 7}, "alpha", 1.5)),
     "situ": ({"activation_alpha": 1}, "limit", 25),
@@ -99,24 +89,6 @@ def test_absent_numbers_are_those_of_their_sources(activation, size, device_and_
     assert not same_bits(other_numbers(p, **{f"activation_{name}": other}), plain)
     if activation in OAI:
         assert not same_bits(other_numbers(p, activation_limit=6.5), plain)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_interleaved_rows_are_the_same_layer(size, device_and_dtype):
-    device, dtype = device_and_dtype
-    spec = replace(SIZES[size], dtype=dtype, mix="absent")
-    apart = replace(spec, activation="swigluoai_uninterleave", alpha=1.3, limit=1.0).build()
-
-    def interleaved(t):
-        return None if t is None else t.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-
-    together = replace(
-        apart,
-        spec=replace(apart.spec, activation="swigluoai"),
-        w13=interleaved(apart.w13),
-        w13_bias=interleaved(apart.w13_bias),
-    )
-    assert torch.equal(other_numbers(apart.to(device)), other_numbers(together.to(device)))
 
 
 @pytest.mark.parametrize("size", SIZES)

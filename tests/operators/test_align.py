@@ -64,16 +64,8 @@ def test_random_problems(device):
 )
 def test_large(tokens, top_k, experts, adapters, device):
     """More rows, experts and pairs than one thread block has threads."""
-    spec = Spec(
-        tokens=tokens,
-        top_k=top_k,
-        experts=experts,
-        hidden=1,
-        inter=1,
-        ranks=(1,) * adapters,
-        mix="disabled",
-        routing="out_of_range",
-    )
+    ids = {"mix": "disabled", "routing": "out_of_range"}
+    spec = Spec(tokens, top_k, experts, hidden=1, inter=1, ranks=(1,) * adapters, **ids)
     check_all(spec, 16, device)
 
 

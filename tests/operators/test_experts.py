@@ -58,20 +58,9 @@ def test_of_two_equal_a_one_is_read(tokens, sharing, device_and_dtype):
 def test_sizes_that_fill_tiles(tokens, hidden, inter, activation, device_and_dtype):
     """Larger than any register tile in every direction, with whole tiles and remainders."""
     device, dtype = device_and_dtype
-    spec = Spec(
-        tokens=tokens,
-        top_k=2,
-        experts=4,
-        hidden=hidden,
-        inter=inter,
-        activation=activation,
-        slices=1 if activation == "relu2" else 2,
-        ranks=(16, 5, 64),
-        mix="many",
-        bias=activation == "swigluoai",
-        dtype=dtype,
-    )
-    hold_layer(spec.build(), device)
+    spec = Spec(tokens, hidden=hidden, inter=inter, ranks=(16, 5, 64), dtype=dtype)
+    slices, bias = 1 if activation == "relu2" else 2, activation == "swigluoai"
+    hold_layer(replace(spec, activation=activation, slices=slices, bias=bias).build(), device)
 
 
 def test_without_out_a_new_tensor_is_returned(device_and_dtype):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cases import Spec, same_bits
 from checks import assert_close_to_ref, naming
 from covering import extent
@@ -17,16 +19,8 @@ def test_every_batch_up_to_512_tokens(device_and_dtype):
     """With adapters of mixed ranks on half of the tokens, and without any. In CI, on a CPU, every
     fifth."""
     device, dtype = device_and_dtype
-    spec = Spec(
-        tokens=MOST,
-        experts=8,
-        hidden=136,
-        inter=72,
-        ranks=(8, 64, 1, 17),
-        mix="half_base",
-        dtype=dtype,
-    )
-    mixed = spec.build()
+    spec = Spec(MOST, experts=8, hidden=136, inter=72, ranks=(8, 64, 1, 17), mix="half_base")
+    mixed = replace(spec, dtype=dtype).build()
     problems = mixed, mixed.base()
     refs = [fused_experts_lora_ref(**p.kwargs()) for p in problems]
     naives = [naive_fused_experts_lora(**p.kwargs()) for p in problems]

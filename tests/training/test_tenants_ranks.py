@@ -16,16 +16,8 @@ MODULES = "moelora.training torch.distributed pytest"
 )
 @pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 def test_ranks_train_as_one_process(tmp_path, device, processes, cases):
-    environment = ON_CPUS if device == "cpu" else {}
-    run_cases(
-        tenant_ranks.__file__,
-        str(tmp_path),
-        device,
-        cases=cases,
-        modules=MODULES,
-        processes=processes,
-        **environment,
-    )
+    options = {"modules": MODULES, "processes": processes} | (ON_CPUS if device == "cpu" else {})
+    run_cases(tenant_ranks.__file__, str(tmp_path), device, cases=cases, **options)
 
 
 @pytest.mark.parametrize("group", ["world", 2, -100])

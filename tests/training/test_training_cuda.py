@@ -83,16 +83,8 @@ def test_the_forward_has_the_bits_of_serving_as_planned(form, tokens):
 @pytest.mark.parametrize("name", [None, "mxfp4", "fp8_block_w8a8"])
 def test_a_large_batch_has_the_bits_of_smaller_ones(name):
     """Whatever order rows of the forward and of gradients have in memory."""
-    spec = Spec(
-        tokens=2200,
-        top_k=8,
-        experts=16,
-        hidden=1024,
-        inter=128,
-        ranks=(8, 16, 4),
-        mix="many",
-        dtype=torch.bfloat16,
-    )
+    spec = replace(SPEC, tokens=2200, top_k=8, experts=16, hidden=1024, inter=128)
+    spec = replace(spec, dtype=torch.bfloat16)
     p = (build(spec, ALL_FORMATS[name], spec.dtype) if name else spec.build()).to("cuda")
     arguments = p.kwargs()
     grad_out = grad_like(arguments["hidden_states"].shape, spec.dtype, "cuda")
@@ -134,16 +126,8 @@ def peak_of(arguments, grad_out):
 def test_the_peak_of_a_step():
     """At most gu, h, z and the result of the forward, the gradients, and one P x 2I buffer; no
     stack of quantized weights is ever dense."""
-    tokens, top_k, experts, hidden, inter = 2048, 8, 32, 1024, 512
-    spec = Spec(
-        tokens=tokens,
-        top_k=top_k,
-        experts=experts,
-        hidden=hidden,
-        inter=inter,
-        ranks=(16, 16),
-        dtype=torch.bfloat16,
-    )
+    tokens, top_k, experts, hidden, inter = sizes = 2048, 8, 32, 1024, 512
+    spec = Spec(*sizes, ranks=(16, 16), dtype=torch.bfloat16)
     rows = tokens * top_k
     buffers = 2 * (2 * rows * 2 * inter + rows * inter + rows * hidden + tokens * hidden)
     native = 0
