@@ -98,23 +98,6 @@ def test_shared_outer(tmp_path, names, dims, shared_pool, slices):
             pool.add("b", state, config=CONFIG)
 
 
-@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
-def test_one_target_parameter_decides_what_the_key_means(parameter):
-    """Both parameters of a layer with 2I == K, N == K would fit: only the configuration tells."""
-    square = MoELayer("m.experts", E, 8, 8)
-    pool = AdapterPool([square], 1, 4, dtype=torch.float32)
-    projection = WIDE[parameter]
-    tall = square.shape(projection)[1]
-    a, b = rand(E * 4, 8), rand(tall, 4 * E)
-    state = {"m.experts.lora_A.weight": a, "m.experts.lora_B.weight": b}
-    named = {"target_parameters": [f"experts.{parameter}"], "peft_version": "0.21.2"}
-    pool.add("a", state, config=CONFIG | named)
-    stacks = pool.layer("m.experts")
-    filled = stacks["w2_lora_a"].any().item()
-    assert filled == (parameter == "down_proj")
-    assert stacks["w13_lora_a"][0].any().item() != filled
-
-
 def test_experts_left_out_are_zero():
     state, delta = per_expert()
     state = {k: v for k, v in state.items() if ".experts.2." not in k}
@@ -281,15 +264,9 @@ def test_bad_config_names_the_option(tmp_path, option, message):
 
 
 def test_options_without_effect_are_accepted(tmp_path):
-    config = CONFIG | {
-        "use_dora": False,
-        "modules_to_save": None,
-        "option_of_the_future": None,
-        "lora_dropout": 0.1,
-        "megatron_core": "megatron.core",
-        "init_lora_weights": "gaussian",
-        "task_type": "CAUSAL_LM",
-    }
+    config = CONFIG | {"use_dora": False, "modules_to_save": None, "option_of_the_future": None}
+    config |= {"lora_dropout": 0.1, "init_lora_weights": "gaussian"}
+    config |= {"megatron_core": "megatron.core", "task_type": "CAUSAL_LM"}
     make_pool().add("a", write(tmp_path / "a", wrapped()[0], config))
 
 

@@ -118,9 +118,8 @@ def disjoint(state):
     """Ranks that have one factor each."""
     for key in state:
         if "o_proj" in key:
-            rows = state[key].T if "lora_B" in key else state[key]
-            rows[: len(rows) // 2] = 0 if "lora_B" in key else rows[: len(rows) // 2]
-            rows[len(rows) // 2 :] *= 1 if "lora_B" in key else 0
+            first, second = state[key].chunk(2, 1 if "lora_B" in key else 0)
+            (first if "lora_B" in key else second).zero_()
 
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]

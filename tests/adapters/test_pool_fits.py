@@ -8,18 +8,19 @@ import torch
 from checks import freed
 from linear_cases import EXPERTS, LINEARS, E, I, K, Q
 
-from moelora.adapters import Adapter, AdapterPool, LinearPair, MoELayer, Pair
+from moelora.adapters import Adapter, AdapterPool, LinearLayer, LinearPair, MoELayer, Pair
 
 NAME, RANK = EXPERTS[0].name, 4
 DOWN = Pair(torch.randn(E, RANK, I), torch.randn(E, K, RANK), [2.0])
 LINEAR = LinearPair(torch.randn(RANK, K), torch.randn(10, RANK), 2.0)
 
 
-CLOSED = MoELayer("other.experts", E, K, I)
+CLOSED = MoELayer("other.experts", E, K, I), LinearLayer("other", K, 10)
 
 
 def make_pool():
-    options = {"linears": LINEARS, "max_linear_rank": 8, "others": {CLOSED: "which is closed"}}
+    options = {"linears": LINEARS, "max_linear_rank": 8}
+    options["others"] = dict.fromkeys(CLOSED, "which is closed")
     return AdapterPool(EXPERTS, 1, 8, dtype=torch.float32, **options)
 
 
@@ -43,7 +44,8 @@ REFUSED = {
     ),
     "integers": (down(a=torch.ones(E, RANK, I, dtype=torch.int32)), "dtype is torch.int32"),
     "scalings": (down(scalings=[1.0] * (E + 1)), f"there are {E + 1} scalings"),
-    "closed experts": (Adapter({CLOSED.name: {"down": DOWN}}, {}), "of other.*, which is closed"),
+    "closed experts": (Adapter({CLOSED[0].name: {"down": DOWN}}, {}), "of other.*, which is clos"),
+    "closed linear layer": (Adapter({}, {CLOSED[1].name: LINEAR}), "of other, which is closed"),
     "unknown experts": (Adapter({"x": {"down": DOWN}}, {}), "factors of x, which is none of"),
     "unknown projection": (Adapter({NAME: {"side": DOWN}}, {}), "has no side"),
     "gate twice": (Adapter({NAME: {"gate": DOWN, "gate_up": DOWN}}, {}), "beside gate or up"),

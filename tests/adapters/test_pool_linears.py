@@ -1,6 +1,5 @@
 """AdapterPool of linear layers and embeddings: what lies in their stacks, and where."""
 
-import pytest
 import torch
 from linear_cases import EXPERTS, GATE, HEAD, LINEARS, PREFIX, E, K, Q, pair
 
@@ -77,9 +76,6 @@ def test_places():
     assert not any(table.any() for table in tables)
 
 
-def test_layers_that_are_closed_or_alone():
-    pool = make_pool(linears=LINEARS[1:], others={LINEARS[0]: "which is closed"})
-    with pytest.raises(ValueError, match=f"'a': factors of {Q}, which is closed"):
-        pool.add("a", state()[0], config=CONFIG)
+def test_linear_layers_alone():
     alone = AdapterPool([], 1, 4, linears=[LinearLayer("x", 8, 8)], dtype=torch.float32)
     alone.add("a", pair("x", 8, 8)[0], config=CONFIG)

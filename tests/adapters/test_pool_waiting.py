@@ -23,7 +23,7 @@ def test_slots_in_use_are_waited_for(tmp_path):
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="no slot"), pool.hold(["b"], timeout=0.05):
             pass
-        assert time.monotonic() - start >= 0.05
+        assert time.monotonic() - start >= 0.05 and not len(pool._versions._turns)
     found = []
     with pool.hold(["a"]):
         thread = waiting(pool, ["b"], found)
@@ -122,14 +122,6 @@ def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
         assert refused and not found
     thread.join(30)
     assert found == ["b"]
-
-
-def test_a_batch_that_stops_waiting_leaves_the_queue(tmp_path):
-    pool, _ = registered(tmp_path, "abc", max_loras=1)
-    with pool.hold(["a"]), pytest.raises(NoSlot, match="no slot for adapter 'b': all 1 are"):
-        pool.keep(["b"], timeout=0.03)
-    assert len(pool._versions._turns) == 0
-    pool.lookup("c")
 
 
 def test_who_is_in_a_slot_does_not_wait(tmp_path, monkeypatch):

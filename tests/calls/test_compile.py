@@ -105,13 +105,8 @@ def test_gemm(device):
         )
         return out * 2
 
-    args = [
-        given[name]
-        for name in (
-            *("hidden_states", "w13", "topk_weights", "topk_ids", "token_lora_mapping"),
-            *("w13_lora_a", "w13_lora_b"),
-        )
-    ]
+    names = ("hidden_states", "w13", "topk_weights", "topk_ids", "token_lora_mapping")
+    args = [given[name] for name in (*names, "w13_lora_a", "w13_lora_b")]
     x, w, ids = args[0], args[1], args[3]
     outs = [x.new_empty(*ids.shape, w.size(1)) for _ in range(2)]
     compiled = torch.compile(project, fullgraph=True, backend=BACKEND)

@@ -282,16 +282,8 @@ def test_gptq(name, version, device, dtype):
     qweight, scales, qzeros = placed(stored(held)["from_gptq"], device)
     group = 128 // scales.size(1)
     g_idx = (torch.arange(128) // group).int().expand(2, -1).to(device)
-
-    def make(*tensors):
-        return QuantizedWeights.from_gptq(
-            *tensors,
-            group_size=group,
-            sym=given.zeros is None,
-            checkpoint_format=version,
-            dtype=dtype,
-        )
-
+    options = {"group_size": group, "sym": given.zeros is None, "checkpoint_format": version}
+    make = partial(QuantizedWeights.from_gptq, **options, dtype=dtype)
     weights = both(make, qweight, scales, qzeros, g_idx)
     assert weights.has_zeros == (given.zeros is not None), "zero points of 8 are dropped"
     assert weights.group_size == group
@@ -441,18 +433,17 @@ def test_layouts_that_are_none(name):
 
 def test_state_dicts_that_are_none():
     state = numbers("mxfp4").pack(torch.bfloat16).state_dict()
-    with pytest.raises(KeyError):
-        QuantizedWeights.from_state_dict({"data": state["data"]})
-    with pytest.raises(ValueError, match="layout has 5 numbers"):
-        QuantizedWeights.from_state_dict({**state, "layout": state["layout"][:5]})
-    for layout in (state["layout"].float(), state["layout"][None]):
-        with pytest.raises(ValueError, match="layout has dtype .*, expected int64"):
-            QuantizedWeights.from_state_dict({**state, "layout": layout})
-    for name in ("data", "layout"):
-        with pytest.raises(TypeError, match=f"w13.{name} is a list, expected Tensor"):
-            given = {f"w13.{key}": value for key, value in state.items()}
-            QuantizedWeights.from_state_dict({**given, f"w13.{name}": [1]}, prefix="w13.")
-    with pytest.raises(ValueError, match=r"layout has dtype torch.int64 and shape \(8,\) on meta"):
-        QuantizedWeights.from_state_dict({**state, "layout": state["layout"].to("meta")})
-    with pytest.raises(ValueError, match="data has no dimensions"):
-        QuantizedWeights.from_state_dict({**state, "data": state["data"].sum()})
+    data, layout = state["data"], state["layout"]
+    for wrong, error, why in (
+        ({"data": data}, KeyError, "layout"),
+        (state | {"layout": layout[:5]}, ValueError, "layout has 5 numbers"),
+        (state | {"layout": layout.float()}, ValueError, "layout has dtype .*, expected int64"),
+        (state | {"layout": layout[None]}, ValueError, "layout has dtype .*, expected int64"),
+        (state | {"layout": layout.to("meta")}, ValueError, r"int64 and shape \(8,\) on meta"),
+        (state | {"layout": [1]}, TypeError, "w13.layout is a list, expected Tensor"),
+        (state | {"data": [1]}, TypeError, "w13.data is a list, expected Tensor"),
+        (state | {"data": data.sum()}, ValueError, "data has no dimensions"),
+    ):
+        with pytest.raises(error, match=why):
+            given = {f"w13.{key}": value for key, value in wrong.items()}
+            QuantizedWeights.from_state_dict(given, prefix="w13.")

@@ -133,14 +133,6 @@ def test_adapters_of_the_lists_do_not_wrap():
         lists(torch.tensor([0.0, 1.0]))
 
 
-@pytest.mark.parametrize("name", ["topk_weights", "lora_scalings"])
-def test_weights_are_real(name):
-    p = Spec().build()
-    complex_ = getattr(p, name).to(torch.complex64)
-    with pytest.raises(TypeError, match=f"{name} has dtype complex64, expected real numbers"):
-        moelora.fused_experts_lora(**{**p.kwargs(), name: complex_})
-
-
 def test_every_integer_dtype_of_torch():
     absent = torch.empty(0)
     for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int64):

@@ -33,13 +33,8 @@ def tensor_parallel(p: Problem, rank: int, ranks: int) -> Problem:
         inter = dim if pairs[1] == 2 else dim + 1
         return split.movedim(inter, 0)[mine].movedim(0, inter).flatten(dim, dim + 1)
 
-    shard = replace(
-        p,
-        spec=replace(p.spec, inter=size),
-        w13=rows(p.w13, 1),
-        w2=p.w2[..., mine],
-        rows=p.rows[:, mine],
-    )
+    spec = replace(p.spec, inter=size)
+    shard = replace(p, spec=spec, w13=rows(p.w13, 1), w2=p.w2[..., mine], rows=p.rows[:, mine])
     if p.w13_bias is not None:
         shard.w13_bias = rows(p.w13_bias, 1)
         shard.w2_bias = p.w2_bias if rank == 0 else torch.zeros_like(p.w2_bias)

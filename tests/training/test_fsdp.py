@@ -15,14 +15,8 @@ import moelora.integrations.transformers as moelora_hf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = "torch.distributed.fsdp moelora.integrations.peft transformers.models.qwen3_moe"
-TWO = pytest.param(
-    {},
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    ],
-    id="cuda",
-)
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO = pytest.param({}, marks=[pytest.mark.gpu, needs_two], id="cuda")
 
 
 @pytest.mark.parametrize("environment", [pytest.param(ON_CPUS, id="cpu"), TWO])
@@ -80,10 +74,8 @@ def test_version_1_is_refused(tmp_path, use_orig_params, training):
         sharded = torch.distributed.fsdp.FullyShardedDataParallel(
             model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
         )
-        with torch.set_grad_enabled(training):
-            with pytest.raises(
-                RuntimeError, match="FSDP of version 1 .*; take FSDP2: .*fully_shard"
-            ):
-                sharded(input_ids=tokens)
+        why = "FSDP of version 1 .*; take FSDP2: .*fully_shard"
+        with torch.set_grad_enabled(training), pytest.raises(RuntimeError, match=why):
+            sharded(input_ids=tokens)
     finally:
         torch.distributed.destroy_process_group()

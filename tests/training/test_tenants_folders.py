@@ -103,22 +103,17 @@ def tagged(text):
     return ('{"format": 1, "updates": ' + text + "}").encode()
 
 
+TAGGED = ['{"$tensor": "none"}', '{"$tensor": [1]}', '{"$other": 3}', '{"$sparse": []}']
+TAGGED += ['[{"$tensor": "0"}, {"$tensor": "0"}]', '{"$dict": 3}']
+TAGGED += ['{"$dict": [[{"$tuple": [[1]]}, 2]]}']
+TEXTS = [b"", b"garbage" * 99, b"[1]", b"[" * 100_000, b"{}", *map(tagged, TAGGED)]
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("training.json", lambda whole: b""),
-        ("training.json", lambda whole: b"garbage" * 99),
+        *(("training.json", lambda whole, text=text: text) for text in TEXTS),
         ("training.json", lambda whole: whole[: len(whole) // 2]),
-        ("training.json", lambda whole: b"[1]"),
-        ("training.json", lambda whole: b"[" * 100_000),
-        ("training.json", lambda whole: b"{}"),
-        ("training.json", lambda whole: tagged('{"$tensor": "none"}')),
-        ("training.json", lambda whole: tagged('{"$tensor": [1]}')),
-        ("training.json", lambda whole: tagged('[{"$tensor": "0"}, {"$tensor": "0"}]')),
-        ("training.json", lambda whole: tagged('{"$other": 3}')),
-        ("training.json", lambda whole: tagged('{"$dict": [[{"$tuple": [[1]]}, 2]]}')),
-        ("training.json", lambda whole: tagged('{"$dict": 3}')),
-        ("training.json", lambda whole: tagged('{"$sparse": []}')),
         ("training.json", lambda whole: whole.replace(b'"$tensor": "0"', b'"$tuple": []')),
         ("training.safetensors", lambda whole: b""),
         ("training.safetensors", lambda whole: b"\xff" * 64),
