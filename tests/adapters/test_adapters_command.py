@@ -271,9 +271,8 @@ def test_ranks_that_would_be_mostly_padding_are_refused():
 
 def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
     assert ask("peft", "--per-expert", str(tmp_path / "out"), model=False)[0] == 2
-    assert ask("peft", "--per-expert", str(tmp_path / "a"))[0] == 2
-    assert ask("peft", "--per-expert", str(tmp_path), "--force")[0] == 2
-    assert ask("peft", "--per-expert", "")[0] == 2
+    for words in ([str(tmp_path / "a")], [str(tmp_path), "--force"], [""]):
+        assert ask("peft", "--per-expert", *words)[0] == 2
     assert ask("peft", "--force")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()
     change = rename("layers.0", "layers.7")

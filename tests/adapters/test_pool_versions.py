@@ -8,7 +8,6 @@ import pytest
 import torch
 from adapter_cases import CONFIG, before_next, check, fails, make_pool, wrapped
 from cases import Spec
-from conftest import needs_gpu
 from covering import extent
 
 import moelora
@@ -416,9 +415,6 @@ def often():
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "switch"])
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-)
 @pytest.mark.parametrize("host", [0, 4])
 def test_every_answer_is_that_of_one_version(device, in_flight, host, often):
     """Batches of a few steps, while another thread updates as fast as it can."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import OAI, Spec, same_bits
-from conftest import DEVICES
 from glue_cases import LORAS, E, inputs
 from quantized_cases import ALL_FORMATS, build
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -54,7 +53,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name, device):
     given = LAYERS[name](device)
@@ -66,7 +64,6 @@ def test_layer(name, device):
     assert same_bits(compiled(**given), layer(**given))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_layer_writes_into_its_input(device):
     given = inputs(device, torch.bfloat16)
     want = moelora.fused_experts_lora(**given)
@@ -80,7 +77,6 @@ def test_layer_writes_into_its_input(device):
     assert same_bits(given["hidden_states"], want)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", [plain, of_format("mxfp4"), of_format("fp8_block_w8a8")])
 def test_dynamic_number_of_tokens(given, device):
     torch._dynamo.reset()
@@ -94,7 +90,6 @@ def test_dynamic_number_of_tokens(given, device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gemm(device):
     given = inputs(device, torch.bfloat16)
 
@@ -114,7 +109,6 @@ def test_gemm(device):
     assert same_bits(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gemm_of_quantized_weights_and_their_numbers(device):
     p = build(Spec(tokens=9, hidden=96, inter=96), ALL_FORMATS["mxfp4"], torch.bfloat16)
     given = p.to(device).gemm_kwargs()
@@ -126,7 +120,6 @@ def test_gemm_of_quantized_weights_and_their_numbers(device):
     assert all(map(same_bits, compiled(**given), project(**given)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["uniform", "segmented"])
 def test_alignments(device, mode):
     given = inputs(device, torch.bfloat16)

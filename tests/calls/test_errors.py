@@ -195,7 +195,6 @@ def test_what_the_refused_are_made_from_is_right(call):
 
 LAYER, DELTA = "fused_experts_lora", "moe_lora_gate_up_delta"
 TYPES = [
-    (LAYER, {"lora_ranks": [8, 16]}, "lora_ranks is a list of int, expected Tensor"),
     (LAYER, {"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
     (LAYER, {"w13": zeros(2, 2).to_sparse()}, "w13 is a tensor of layout torch.sparse_coo, exp"),
     (LAYER, {"w13_lora_a": 3}, "w13_lora_a is an int, expected Tensor or a"),

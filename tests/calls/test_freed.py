@@ -11,7 +11,6 @@ import test_fp8_checkpoints
 import test_packing_refusals
 import torch
 from cases import same_bits
-from conftest import DEVICES
 from glue_cases import E, I, K, R, inputs, op_calls, operator, tensors_in, with_another
 
 import moelora
@@ -42,7 +41,6 @@ def listed(value):
     return value if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", STORAGES)
 def test_every_operator_refuses_every_argument(device, kind):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import DEVICES
 from covering import extent
 from glue_cases import op_calls, operator
 
@@ -16,7 +15,6 @@ IDS = [f"{name}-{i}" for i, (name, _) in enumerate(CALLS)]
 
 
 @pytest.mark.parametrize("index", range(len(CALLS)), ids=IDS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device, index):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     name, args = op_calls(device, dtype)[index]

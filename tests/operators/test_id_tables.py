@@ -61,13 +61,12 @@ def problem(device, table, values):
     return p.to(device)
 
 
+USUAL = {"expert_map": [0, 1, 2, 3, -1, -1], "lora_ranks": [16, 16], "adapter_enabled": [1, 0]}
+
+
 def table_of(table, *beyond, dtype=torch.int64):
     """The table as it is, its last entries replaced."""
-    values = {
-        "expert_map": [0, 1, 2, 3, -1, -1],
-        "lora_ranks": [16, 16],
-        "adapter_enabled": [1, 0],
-    }[table]
+    values = USUAL[table]
     return torch.tensor([*values[: len(values) - len(beyond)], *beyond], dtype=dtype)
 
 

@@ -17,33 +17,13 @@ from pathlib import Path
 import torch
 import transformers
 
-COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 256,
-}
-DEEPSEEK = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-}
+COMMON = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+COMMON |= {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}
+COMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"head_dim": 64, "num_experts_per_tok": 2}
+DEEPSEEK = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+DEEPSEEK |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "v_head_dim": 64}
+DEEPSEEK |= {"qk_nope_head_dim": 64, "num_key_value_heads": 4, "first_k_dense_replace": 1}
 ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 256}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),

@@ -161,7 +161,6 @@ def test_torch_func():
     w = torch.stack([given["w13"]] * 2)
     func = torch.func
     for transformed, argument in (
-        (func.grad(layer), x),
         (lambda x: func.jvp(layer, (x,), (x,)), x),
         (func.vmap(func.grad(pack)), w),
         (func.grad(lambda w: func.vmap(pack)(w).sum()), w),

@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from conftest import DEVICES
 from test_sampler_bits import WEIGHTS, draw_weights
 from torch.utils._pytree import tree_flatten
 
@@ -60,7 +59,6 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_those_of_training_alone(weights, device):
     """Of frozen experts in every format, in the bits."""
     module = experts(weights, device)
@@ -130,7 +128,6 @@ def test_its_tensors_are_the_same_adapter(host):
     assert (one - module(*batch([0], [-1])).float()).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "make",
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import EDGE_CASES, Spec, random_specs, same_bits
 from checks import naming
-from conftest import CUDA_DTYPES, DEVICES, PLACES, on_gpu
+from conftest import CUDA_DTYPES, PLACES, on_gpu
 from delta_cases import DELTAS
 from gradient_cases import (
     assert_accurate_on_average,
@@ -36,8 +36,6 @@ from streams import Captured, no_waits
 import moelora
 from moelora.operators.call import factor_list
 
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-
 
 def hold(spec, projection, mul, compute, device="cpu", deltas=False):
     """One problem, or where its errors say too little eight of its kind."""
@@ -58,7 +56,6 @@ def hold(spec, projection, mul, compute, device="cpu", deltas=False):
 @pytest.mark.parametrize("mul", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("projection", ["w13", "w2"])
 @pytest.mark.parametrize("name", EDGE_CASES)
-@EACH_DEVICE
 def test_edge_cases(device, name, projection, mul):
     spec = replace(EDGE_CASES[name], dtype=torch.bfloat16)
     hold(spec, projection, mul, of_projection, device)
@@ -95,7 +92,6 @@ def test_deltas(place, projection, mul):
 
 
 @pytest.mark.parametrize("projection", DELTAS)
-@EACH_DEVICE
 def test_delta_of_a_base_product(device, projection):
     """In place, to a tensor in a graph: its gradient goes on, unless it is replaced."""
     p = Spec(tokens=6, dtype=torch.bfloat16).build().to(device)
@@ -123,7 +119,6 @@ def test_delta_of_a_base_product(device, projection):
 
 @pytest.mark.parametrize("which", [0, 1], ids=["projection", "delta"])
 @pytest.mark.parametrize("projection", DELTAS)
-@EACH_DEVICE
 def test_an_adapter_alone(device, projection, which):
     """Its gradients have the bits that they have without the other adapters of the batch, whatever
     these hold; those of base rows the bits that they have without adapters."""
@@ -151,7 +146,6 @@ def test_an_adapter_alone(device, projection, which):
     assert same_bits(together["x"][well], beside["x"][well])
 
 
-@EACH_DEVICE
 def test_in_parts(device):
     """The gradient of a row does not depend on the rest of the batch."""
     arguments, grad_out = problem(device, tokens=300, top_k=2)
@@ -165,7 +159,6 @@ def test_in_parts(device):
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_block_w8a8"])
-@EACH_DEVICE
 def test_quantized_weights(device, name):
     """Gradients are those of the dequantized weights."""
     spec = Spec(tokens=40, hidden=160, inter=96, dtype=torch.bfloat16)
@@ -176,7 +169,6 @@ def test_quantized_weights(device, name):
     assert_samples([samples(of_projection(arguments, grad_out), plain, grad_out)], spec.dtype)
 
 
-@EACH_DEVICE
 def test_nothing_is_saved_but_arguments(device):
     for given, call in calls(device):
         values = [v for a in given.values() for v in (a if isinstance(a, list) else [a])]
@@ -185,7 +177,6 @@ def test_nothing_is_saved_but_arguments(device):
         assert kept and set(kept) <= own
 
 
-@EACH_DEVICE
 def test_nothing_is_saved_without_autograd(device):
     for x, call in calls_and_a_layer(device):
         assert x.requires_grad and saved_bytes(call)
@@ -219,7 +210,6 @@ def calls_and_a_layer(device):
     yield given["hidden_states"], lambda: moelora.fused_experts_lora(**given)
 
 
-@EACH_DEVICE
 def test_a_delta_that_is_written_to(device):
     """The result is not an operand of the backward: it may change."""
     for given, call in list(calls(device))[1::2]:
@@ -230,7 +220,6 @@ def test_a_delta_that_is_written_to(device):
         assert same_bits(torch.autograd.grad(out.sum(), given["x"])[0], want)
 
 
-@EACH_DEVICE
 def test_freed_storage(device):
     """Tensors that the caller drops live as long as the graph; freed ones are refused."""
     for number in range(4):
@@ -255,7 +244,6 @@ def test_freed_storage(device):
             out.sum().backward()
 
 
-@EACH_DEVICE
 def test_threads(device):
     """Every one with a graph of its own, at the same time, and one that another thread finishes."""
     problems = list(calls_and_a_layer(device)) * 2

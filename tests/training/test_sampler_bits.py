@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import same_bits
-from conftest import on_gpu
 
 import moelora
 from moelora.bench.formats import FORMATS
@@ -31,7 +30,6 @@ def draw_weights(name, make, dtype):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 def test_ten_thousand_rows(device, weights):
     dtype = torch.bfloat16
     make = torch.Generator(device).manual_seed(0)

@@ -2,7 +2,6 @@
 
 import pytest
 import tenant_ranks
-from conftest import on_gpu
 from ranks import ON_CPUS, run_cases
 from tenant_house import FLOAT32, House
 
@@ -14,7 +13,6 @@ MODULES = "moelora.training torch.distributed pytest"
     [(2, ["train", "resume", "stop", "disagree"]), (4, ["train"])],
     ids=["2", "4"],
 )
-@pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 def test_ranks_train_as_one_process(tmp_path, device, processes, cases):
     options = {"modules": MODULES, "processes": processes} | (ON_CPUS if device == "cpu" else {})
     run_cases(tenant_ranks.__file__, str(tmp_path), device, cases=cases, **options)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from cases import same_bits
 from checks import largest_allocation
-from conftest import DEVICES, on_gpu
+from conftest import on_gpu
 from delta_cases import DELTAS
-from gradient_cases import FEW_PLACES, grad_like
+from gradient_cases import FEW_PLACES, grad_like, leaves
 from projection_cases import FACTORS, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
-from test_backwards import SPARSE_SPECS
+from test_backwards import SPARSE_SPECS, with_factors
 
 import moelora
 from moelora.adapters.write import write
@@ -39,23 +39,15 @@ def calls(name, place):
 
 def gradients(arguments, function, names, grad_seed, sparse, wide=False):
     """Gradients of all leaves by name and index, and the leaves of factors."""
-    given = {n: v for n, v in arguments.items() if n in names}
     if wide:
-        given = {n: [t.float() for t in factor_list(v)] for n, v in given.items()}
-        given = {n: v if isinstance(arguments[n], list) else v[0] for n, v in given.items()}
-    leaves = {
-        n: [t.detach().requires_grad_() for t in v]
-        if isinstance(v, list)
-        else v.detach().requires_grad_()
-        for n, v in given.items()
-    }
-    factors = [t for v in leaves.values() for t in factor_list(v)]
-    set_sparse(factors, sparse)
+        arguments = with_factors(arguments, torch.Tensor.float)
     x = "hidden_states" if "hidden_states" in arguments else "x"
-    rows = arguments[x].detach().requires_grad_()
-    out = function(**arguments | leaves | {x: rows})
+    given = leaves(arguments, (x, *names))
+    factors = [t for n in names for t in factor_list(given[n])]
+    set_sparse(factors, sparse)
+    out = function(**given)
     out.backward(grad_like(out.shape, out.dtype, out.device, grad_seed))
-    return [rows.grad, *(f.grad for f in factors)], factors
+    return [given[x].grad, *(f.grad for f in factors)], factors
 
 
 @pytest.mark.parametrize("name", SPARSE_SPECS)
@@ -84,8 +76,8 @@ def test_a_factor_of_two_calls(place):
     (arguments, function, names, _), *_ = calls("per_expert", place)
     _, factors = gradients(arguments, function, names, 1, True)
     other = arguments | {"topk_ids": (arguments["topk_ids"] + 1) % 5}
-    leaves = dict(zip(names, [factors[:2], factors[2:4], *factors[4:]], strict=True))
-    out = function(**other | leaves)
+    shared = dict(zip(names, [factors[:2], factors[2:4], *factors[4:]], strict=True))
+    out = function(**other | shared)
     grad_out = grad_like(out.shape, out.dtype, out.device, 2)
     out.backward(grad_out)
     assert all(factor.grad.is_sparse for factor in factors)
@@ -111,12 +103,12 @@ def test_calls_that_are_captured_have_dense_gradients(place):
         gradients(arguments, function, names, 1, True)
     want, _ = gradients(arguments, function, names, 1, False)
     graph = torch.cuda.CUDAGraph()
-    leaves = {n: [t.detach().requires_grad_() for t in factor_list(arguments[n])] for n in names}
-    factors = [t for each in leaves.values() for t in each]
+    given = leaves(arguments, names)
+    factors = [t for n in names for t in factor_list(given[n])]
     set_sparse(factors, True)
     grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, place, 1)
     with torch.cuda.graph(graph):
-        out = function(**arguments | leaves)
+        out = function(**given)
         found = torch.autograd.grad(out, factors, grad_out)
     graph.replay()
     torch.cuda.synchronize()
@@ -273,7 +265,6 @@ def alone_from(place, name, numbers):
     return house.factors(name)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_takes_the_memory_of_its_pairs(device):
     """Of 8 slots of 64 experts, four tokens of two tenants reach 8 pairs."""
     experts, slots, rank, wide = 64, 8, 8, 64
