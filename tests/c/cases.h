@@ -118,6 +118,16 @@ static inline void new_alignment(moelora_align_args *a, int64_t rows) {
     a->sorted_weights = new_tensor(MOELORA_F32, SIZES(ids));
 }
 
+/* The same for lists of `rows` rows, one of each adapter. */
+static inline void new_lists(moelora_align_lists_args *a, int64_t rows) {
+  moelora_lists *l = &a->lists;
+  const int64_t blocks =
+      moelora_align_max_blocks(MOELORA_ALIGN_BASE, rows, a->num_experts, 0, l->block_size);
+  l->sorted_token_ids = new_tensor(MOELORA_I32, SIZES(a->max_loras, blocks * l->block_size));
+  l->expert_ids = new_tensor(MOELORA_I32, SIZES(a->max_loras, blocks));
+  l->num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(a->max_loras));
+}
+
 /* Row-major weights, or the same, packed by the library. */
 static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_t n, int64_t k,
                                             bool packed) {
@@ -131,6 +141,42 @@ static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_
       for (int64_t j = 0; j < k; j++)
         CHECK(weight_at(&tiles, e, i, j) == weight_at(&w, e, i, j));
   return tiles;
+}
+
+/* Random values of weights [experts, layout->rows, k] as a checkpoint has them, none of them NaN,
+ * with scales that keep products near 1; `exact`: those of FP8 are powers of two. */
+static inline moelora_quantized random_quantized(int64_t experts, int64_t k,
+                                                 const moelora_layout *layout, bool exact) {
+  const moelora_format f = layout->format;
+  const int64_t n = layout->rows;
+  const bool plain = layout->order == MOELORA_ROWS_PLAIN;
+  const double scale = 1 / sqrt((double)k);
+  moelora_quantized w = {0};
+  if (moelora_is_fp8(f)) {
+    w.block_rows = f == MOELORA_FP8_ROWS ? random_in(1, n) : plain ? 64 * random_in(1, 3) : n;
+    w.block_columns = maybe() ? (f == MOELORA_FP8_G64 ? 64 : 128) * random_in(1, 2) : k;
+    w.values = random_ids(MOELORA_U8, 0, 253, SIZES(experts, n, k));
+    for (int64_t i = 0; i < count_of(&w.values); i++)
+      ((uint8_t *)w.values.data)[i] += ((uint8_t *)w.values.data)[i] >= 127;
+    w.scales = new_tensor(
+        MOELORA_F32, SIZES(experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
+    for (int64_t i = 0; i < count_of(&w.scales); i++)
+      ((float *)w.scales.data)[i] =
+          exact ? ldexpf(1, -(int)random_in(8, 12)) : (float)(scale / 100 * (1.5 + random_unit()));
+    return w;
+  }
+  const int64_t columns = 64 / moelora_tile_groups(f);
+  const int64_t groups = columns < 64 ? k / columns : k % 64 == 0 && maybe() ? k / 64 : 1;
+  w.values = random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, k / 2));
+  w.scales = f == MOELORA_MXFP4   ? random_ids(MOELORA_U8, 118, 124, SIZES(experts, n, groups))
+             : f == MOELORA_NVFP4 ? random_ids(MOELORA_U8, 0, 60, SIZES(experts, n, groups))
+                                  : random_tensor((moelora_dtype)random_in(0, MOELORA_F16),
+                                                  scale / 4, SIZES(experts, n, groups));
+  if (f == MOELORA_NVFP4)
+    w.tensor_scales = random_tensor(MOELORA_F32, scale, SIZES(experts, plain ? 1 : 2));
+  if (moelora_has_zeros(f))
+    w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, groups));
+  return w;
 }
 
 /* Memory for the tiles of quantized weights [experts, layout->rows, k]. */

@@ -117,19 +117,16 @@ static void new_alignments(int64_t rows, operators *o) {
       a->adapters = adapters_now();
     new_alignment(a, rows);
   }
-  const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, rows, known, 0, size);
   o->lists = (moelora_align_lists_args){
       .num_experts = known,
       .max_loras = SLOTS,
       .routing = routing_now(),
       .adapters = adapters_now(),
-      .lists = {.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(SLOTS, blocks * size)),
-                .expert_ids = new_tensor(MOELORA_I32, SIZES(SLOTS, blocks)),
-                .num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(SLOTS)),
-                .lora_ids = random_ids(MOELORA_I32, -1, SLOTS, SIZES(2 * SLOTS)),
+      .lists = {.lora_ids = random_ids(MOELORA_I32, -1, SLOTS, SIZES(2 * SLOTS)),
                 .num_active = 2 * SLOTS,
                 .block_size = size},
   };
+  new_lists(&o->lists, rows);
   for (int32_t slot = 0; slot < SLOTS; slot++) /* every adapter; random ones after them */
     ((int32_t *)o->lists.lists.lora_ids.data)[slot] = slot;
 }

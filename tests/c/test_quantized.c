@@ -2,56 +2,14 @@
  * have the bits of those with the unpacked weights, which are compared with plain loops. */
 #include "cases.h"
 
-enum { NUM_FORMATS = MOELORA_FP8_ROWS };
-
-/* Arbitrary values of [experts, n, k] except NaN, with one scale block per tile; scales are powers
- * of two, unless any will do. */
-static moelora_quantized random_fp8(int64_t experts, int64_t k, const moelora_layout *layout,
-                                    bool any_scale) {
-  const int64_t n = layout->rows, wide = layout->format == MOELORA_FP8_G64 ? 64 : 128;
-  moelora_quantized w = {
-      .values = random_ids(MOELORA_U8, 0, 253, SIZES(experts, n, k)),
-      .block_rows = layout->format == MOELORA_FP8_ROWS    ? random_in(1, n)
-                    : layout->order == MOELORA_ROWS_PLAIN ? 64 * random_in(1, 3)
-                                                          : n,
-      .block_columns = maybe() ? wide * random_in(1, 2) : k,
-  };
-  for (int64_t i = 0; i < count_of(&w.values); i++)
-    ((uint8_t *)w.values.data)[i] += ((uint8_t *)w.values.data)[i] >= 127;
-  w.scales = new_tensor(MOELORA_F32,
-                        SIZES(experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
-  for (int64_t i = 0; i < count_of(&w.scales); i++)
-    ((float *)w.scales.data)[i] =
-        any_scale ? (float)(0.002 * random_unit()) : ldexpf(1, -(int)random_in(8, 12));
-  return w;
-}
-
-/* Arbitrary values of [experts, n, k], with scales that keep products small. */
-static moelora_quantized random_nibbles(int64_t experts, int64_t n, int64_t k,
-                                        moelora_format format) {
-  const int64_t group = moelora_has_groups_of_32(format) ? 32 : k % 64 == 0 && maybe() ? 64 : k;
-  const bool mxfp4 = format == MOELORA_MXFP4;
-  const moelora_dtype dtype = (moelora_dtype)random_in(MOELORA_F32, MOELORA_F16);
-  moelora_quantized w = {
-      .values = random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, k / 2)),
-      .scales = mxfp4 ? random_ids(MOELORA_U8, 118, 124, SIZES(experts, n, k / group))
-                      : random_tensor(dtype, 0.05, SIZES(experts, n, k / group)),
-  };
-  if (moelora_has_zeros(format))
-    w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
-  return w;
-}
-
-static moelora_quantized random_numbers(int64_t experts, int64_t k, const moelora_layout *layout) {
-  return moelora_is_fp8(layout->format)
-             ? random_fp8(experts, k, layout, layout->x == MOELORA_X_NATIVE)
-             : random_nibbles(experts, layout->rows, k, layout->format);
+static moelora_format any_format(void) {
+  return (moelora_format)random_in(1, MOELORA_FORMATS - 1);
 }
 
 /* Packed by any number of threads; `unpacked` receives the dequantized values. */
 static moelora_tensor packed(moelora_dtype dtype, int64_t experts, int64_t k,
                              const moelora_layout *layout, moelora_tensor *unpacked) {
-  const moelora_quantized w = random_numbers(experts, k, layout);
+  const moelora_quantized w = random_quantized(experts, k, layout, layout->x != MOELORA_X_NATIVE);
   moelora_tensor out = new_tiles(experts, k, layout);
   CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &out, maybe() ? &serial : &threaded));
   *unpacked = new_tensor(dtype, SIZES(experts, layout->rows, k));
@@ -72,9 +30,11 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, bool e4m3) {
   }
   const int64_t n = random_in(1, 150);
   moelora_layout layout = {.rows = n};
-  layout.format = (moelora_format)random_in(e4m3 ? MOELORA_FP8 : 1, NUM_FORMATS);
-  if (e4m3)
+  layout.format = any_format();
+  if (e4m3) {
+    layout.format = (moelora_format)random_in(MOELORA_FP8, MOELORA_FP8_ROWS);
     layout.x = MOELORA_X_STATIC, layout.x_scale = 0.25f;
+  }
   moelora_gemm_args args = {
       .x = e4m3 ? random_ids(dtype, -8, 8, SIZES(s.tokens, s.hidden))
                 : random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
@@ -111,14 +71,13 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
   const bool gated = activation != MOELORA_RELU2;
   const int64_t n13 = s.inner * (gated ? 2 : 1);
   const moelora_layout layout13 = {
-      .format = (moelora_format)random_in(1, NUM_FORMATS),
+      .format = any_format(),
       .order = activation == MOELORA_SWIGLUOAI            ? MOELORA_ROWS_INTERLEAVED
                : !gated || (s.inner % 64 == 0 && maybe()) ? MOELORA_ROWS_PLAIN
                                                           : MOELORA_ROWS_GATE_UP,
       .rows = n13,
   };
-  const moelora_layout layout2 = {.format = (moelora_format)random_in(1, NUM_FORMATS),
-                                  .rows = s.hidden};
+  const moelora_layout layout2 = {.format = any_format(), .rows = s.hidden};
   moelora_experts_args args = {
       .hidden_states = random_tensor(dtype, 1, SIZES(s.tokens, s.hidden)),
       .w13_bias = maybe() ? random_tensor(dtype, 1, SIZES(s.experts, n13)) : absent,
@@ -154,7 +113,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
 
 static void test_errors(void) {
   const moelora_layout layout = {.format = MOELORA_MXFP4, .rows = 70};
-  const moelora_quantized good = random_numbers(2, 96, &layout);
+  const moelora_quantized good = random_quantized(2, 96, &layout, false);
   const moelora_tensor out = new_tiles(2, 96, &layout);
   CHECK_INT(moelora_tile_bytes(MOELORA_NATIVE), 0);
   CHECK_INT(moelora_tile_bytes((moelora_format)99), 0);

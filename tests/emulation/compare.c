@@ -12,6 +12,11 @@
 #define _POSIX_C_SOURCE 200112L /* setenv */
 #include "projections.h"
 
+static void check_same(const char *what, const moelora_tensor *a, const moelora_tensor *b) {
+  if (!same_bytes(a, b))
+    FAIL("%s: %s differ (%s)", drawn, what, moelora_last_plan());
+}
+
 static void test_experts(uint64_t number) {
   seed(number + 1000);
   const moelora_dtype dtype = random_in(0, 3) ? MOELORA_BF16 : MOELORA_F16;
@@ -26,20 +31,14 @@ static void test_experts(uint64_t number) {
   if (one_a)
     args.w13_one_a = random_ids(MOELORA_I32, 0, 1, SIZES(s.slots));
   describe_layer(number, &p, dtype);
-  moelora_force_variant(NULL);
-  run_experts(&want, serial);
-  force_any(dtype, maybe() ? &p.w13 : &p.w2);
-  run_experts(&args, gpu());
-  note_plan();
-  compare("experts", &args.out, &want.out, fmax(slack_of(&p.w13), slack_of(&p.w2)));
-  hash_tensor(&args.out);
+  RUN_BOTH(experts, &args, &want, dtype, maybe() ? &p.w13 : &p.w2);
+  check_output("experts", &args.out, &want.out, fmax(slack_of(&p.w13), slack_of(&p.w2)));
   const tokens t = draw_tokens(s);
   moelora_experts_args some = args;
   some.hidden_states = part(&args.hidden_states, t, 1);
   take_part(&some.routing, &some.adapters, t);
   some.out = new_tensor(dtype, SIZES(t.count, s.hidden));
-  force_any(dtype, maybe() ? &p.w13 : &p.w2);
-  run_experts(&some, gpu());
+  RUN_FORCED(experts, &some, dtype, maybe() ? &p.w13 : &p.w2);
   same_rows(&some.out, &args.out, t.first);
   release_all();
 }
@@ -53,18 +52,12 @@ static void test_gemm(uint64_t number) {
   moelora_gemm_args want = *args;
   want.out = copy_of(&args->out);
   describe_projection(number, &p);
-  moelora_force_variant(NULL);
-  run_gemm(&want, serial);
-  force_any(p.dtype, &p.layout);
-  run_gemm(args, gpu());
-  note_plan();
-  compare("gemm", &args->out, &want.out, 2); /* quantized to the same values on both */
-  hash_tensor(&args->out);
+  RUN_BOTH(gemm, args, &want, p.dtype, &p.layout);
+  check_output("gemm", &args->out, &want.out, 2); /* quantized to the same values on both */
   const tokens t = draw_tokens(s);
   moelora_gemm_args some = tokens_of(&p, t);
   some.out = new_tensor(p.dtype, SIZES(t.count, s.top_k, p.n));
-  force_any(p.dtype, &p.layout);
-  run_gemm(&some, gpu());
+  RUN_FORCED(gemm, &some, p.dtype, &p.layout);
   same_rows(&some.out, &args->out, t.first);
   release_all();
 }
@@ -106,45 +99,35 @@ static void test_delta(uint64_t number) {
   args.out = summed && !silu ? random_tensor(dtype, 1, SIZES(s.tokens, width))
                              : random_tensor(dtype, 1, SIZES(s.tokens, s.top_k, width));
   const int64_t rank = args.lora.a[0].size[2];
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld N=%lld rank=%lld slices=%d of %s%s%s%s%s",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)n, (long long)rank, slices,
+  describe(number, dtype, s);
+  DESCRIBE(" N=%lld rank=%lld slices=%d of %s%s%s%s%s", (long long)n, (long long)rank, slices,
            dtype_name(of_factors), summed ? " summed" : "", silu ? " silu" : "",
            lists ? " lists" : "", uneven ? " uneven" : "");
   moelora_force_variant(NULL);
   if (lists) {
-    const int32_t block = (int32_t)ONE_OF(16, 32, 64);
     moelora_align_lists_args align = {
         .num_experts = (int32_t)s.experts,
         .max_loras = (int32_t)s.slots,
         .routing = args.routing,
         .adapters = {.token_lora_mapping = args.adapters.token_lora_mapping,
                      .adapter_enabled = args.adapters.adapter_enabled},
-        .lists = {.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(s.slots)),
-                  .lora_ids = new_tensor(MOELORA_I32, SIZES(s.slots)),
+        .lists = {.lora_ids = new_tensor(MOELORA_I32, SIZES(s.slots)),
                   .num_active = (int32_t)s.slots,
-                  .block_size = block},
+                  .block_size = (int32_t)ONE_OF(16, 32, 64)},
     };
     if (align.routing.expert_map.data)
       align.num_experts = (int32_t)align.routing.expert_map.size[0];
-    const int64_t blocks = moelora_align_max_blocks(MOELORA_ALIGN_BASE, s.tokens * s.top_k,
-                                                    align.num_experts, 0, block);
-    align.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks * block));
-    align.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks));
     align.routing.topk_weights = absent;
     for (int64_t l = 0; l < s.slots; l++)
       write_value(align.lists.lora_ids.data, MOELORA_I32, l, (double)l);
     moelora_align_lists_args other = align;
+    new_lists(&align, s.tokens * s.top_k);
+    new_lists(&other, s.tokens * s.top_k);
     run_align_lists(&align, serial);
-    other.lists.sorted_token_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks * block));
-    other.lists.expert_ids = new_tensor(MOELORA_I32, SIZES(s.slots, blocks));
-    other.lists.num_tokens_post_padded = new_tensor(MOELORA_I32, SIZES(s.slots));
     run_align_lists(&other, gpu());
-    if (!same_bytes(&other.lists.expert_ids, &align.lists.expert_ids) ||
-        !same_bytes(&other.lists.sorted_token_ids, &align.lists.sorted_token_ids) ||
-        !same_bytes(&other.lists.num_tokens_post_padded, &align.lists.num_tokens_post_padded))
-      FAIL("lists%s differ", drawn);
+    check_same("experts", &other.lists.expert_ids, &align.lists.expert_ids);
+    check_same("rows", &other.lists.sorted_token_ids, &align.lists.sorted_token_ids);
+    check_same("counts", &other.lists.num_tokens_post_padded, &align.lists.num_tokens_post_padded);
     args.lists = align.lists;
     args.routing.topk_ids = absent;
     args.routing.expert_map = absent;
@@ -157,12 +140,8 @@ static void test_delta(uint64_t number) {
   moelora_delta_args want = args;
   want.out = copy_of(&args.out);
   moelora_tensor before = copy_of(&args.out);
-  run_delta(&want, serial);
-  force_any(dtype, &native);
-  run_delta(&args, gpu());
-  note_plan();
-  compare("delta", &args.out, &want.out, 2);
-  hash_tensor(&args.out);
+  RUN_BOTH(delta, &args, &want, dtype, &native);
+  check_output("delta", &args.out, &want.out, 2);
   /* rows that the CPU leaves unchanged must keep their bits here, too */
   for (int64_t row = 0; row < count_of(&before) / width; row++) {
     const size_t bytes = (size_t)width * 2, from = (size_t)row * bytes;
@@ -178,8 +157,7 @@ static void test_delta(uint64_t number) {
     take_part(&some.routing, &some.adapters, t);
     moelora_tensor some_before = part(&before, t, 1);
     some.out = copy_of(&some_before);
-    force_any(dtype, &native);
-    run_delta(&some, gpu());
+    RUN_FORCED(delta, &some, dtype, &native);
     same_rows(&some.out, &args.out, t.first);
   }
   /* both halves, through the caller's h */
@@ -195,22 +173,16 @@ static void test_delta(uint64_t number) {
     moelora_delta_args half_want = half;
     half_want.h = copy_of(&half.h);
     DESCRIBE(", halves");
-    moelora_force_variant(NULL);
-    run_delta(&half_want, serial);
-    force_any(dtype, &native);
-    run_delta(&half, gpu());
-    compare("shrink", &half.h, &half_want.h, 2);
-    hash_tensor(&half.h);
+    RUN_BOTH(delta, &half, &half_want, dtype, &native);
+    check_output("shrink", &half.h, &half_want.h, 2);
     moelora_delta_args other = args;
     other.h = half_want.h;
     other.x = absent;
     other.out = copy_of(&before);
     for (int i = 0; i < slices; i++)
       other.lora.a[i] = absent;
-    force_any(dtype, &native);
-    run_delta(&other, gpu());
-    compare("expand", &other.out, &want.out, 2);
-    hash_tensor(&other.out);
+    RUN_FORCED(delta, &other, dtype, &native);
+    check_output("expand", &other.out, &want.out, 2);
   }
   release_all();
 }
@@ -231,31 +203,19 @@ static void test_mlp(uint64_t number) {
   moelora_mlp_delta_args want = args;
   want.out = copy_of(&args.out);
   const moelora_tensor before = copy_of(&args.out);
-  snprintf(drawn, sizeof drawn, " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld",
-           (unsigned long long)number, dtype_name(dtype), (long long)s.tokens, (long long)s.top_k,
-           (long long)s.experts, (long long)s.hidden, (long long)s.inner);
-  moelora_force_variant(NULL);
-  run_mlp_delta(&want, serial);
-  force_any(dtype, &native);
-  run_mlp_delta(&args, gpu());
-  note_plan();
-  compare("mlp", &args.out, &want.out, 2);
-  hash_tensor(&args.out);
+  describe(number, dtype, s);
+  DESCRIBE(" I=%lld", (long long)s.inner);
+  RUN_BOTH(mlp_delta, &args, &want, dtype, &native);
+  check_output("mlp", &args.out, &want.out, 2);
   const tokens t = draw_tokens(s);
   moelora_mlp_delta_args some = args;
   some.hidden_states = part(&args.hidden_states, t, 1);
   take_part(&some.routing, &some.adapters, t);
   moelora_tensor some_before = part(&before, t, 1);
   some.out = copy_of(&some_before);
-  force_any(dtype, &native);
-  run_mlp_delta(&some, gpu());
+  RUN_FORCED(mlp_delta, &some, dtype, &native);
   same_rows(&some.out, &args.out, t.first);
   release_all();
-}
-
-static void check_same(const char *what, const moelora_tensor *a, const moelora_tensor *b) {
-  if (!same_bytes(a, b))
-    FAIL("align%s: %s differ (%s)", drawn, what, moelora_last_plan());
 }
 
 static void test_align(uint64_t number) {
@@ -288,13 +248,9 @@ static void test_align(uint64_t number) {
   moelora_align_args want = args;
   new_alignment(&args, s.tokens * s.top_k);
   new_alignment(&want, s.tokens * s.top_k);
-  snprintf(drawn, sizeof drawn, " %llu: mode %d M=%lld k=%lld E=%d block=%d loras=%d",
-           (unsigned long long)number, mode, (long long)s.tokens, (long long)s.top_k,
-           args.num_experts, args.block_size, args.max_loras);
-  moelora_force_variant(NULL);
-  run_align(&want, serial);
-  force_any(MOELORA_BF16, &native);
-  run_align(&args, gpu());
+  describe(number, MOELORA_BF16, s);
+  DESCRIBE(" mode=%d block=%d loras=%d", mode, args.block_size, args.max_loras);
+  RUN_BOTH(align, &args, &want, MOELORA_BF16, &native);
   check_same("rows", &args.sorted_token_ids, &want.sorted_token_ids);
   check_same("experts", &args.expert_ids, &want.expert_ids);
   if (adapters)
@@ -313,31 +269,9 @@ static void test_pack(uint64_t number) {
   const moelora_row_order order = (moelora_row_order)random_in(0, 2);
   const int64_t n = order == MOELORA_ROWS_PLAIN ? random_in(1, 200) : 2 * random_in(1, 100);
   const moelora_layout layout = {.format = f, .order = order, .rows = n};
-  moelora_quantized w = {.values =
-                             random_ids(MOELORA_U8, 0, 255, SIZES(experts, n, fp8 ? k : k / 2))};
-  if (fp8) {
-    w.block_rows = f == MOELORA_FP8_ROWS         ? random_in(1, n)
-                   : order == MOELORA_ROWS_PLAIN ? 64 * random_in(1, 2)
-                                                 : n;
-    w.block_columns = maybe() ? (f == MOELORA_FP8_G64 ? 64 : 128) : k;
-    w.scales = random_tensor(
-        MOELORA_F32, 1, SIZES(experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
-    for (int64_t i = 0; i < count_of(&w.values); i++) /* not NaN */
-      if ((((uint8_t *)w.values.data)[i] & 0x7f) == 0x7f)
-        ((uint8_t *)w.values.data)[i] ^= 1;
-  } else {
-    const int64_t group = draw_group(f, k);
-    w.scales =
-        moelora_scale_bytes(f) == 1
-            ? random_ids(MOELORA_U8, 0, f == MOELORA_MXFP4 ? 128 : 126,
-                         SIZES(experts, n, k / group))
-            : random_tensor((moelora_dtype)random_in(0, 2), 0.05, SIZES(experts, n, k / group));
-    if (f == MOELORA_NVFP4)
-      w.tensor_scales =
-          random_tensor(MOELORA_F32, 1, SIZES(experts, order == MOELORA_ROWS_PLAIN ? 1 : 2));
-    if (moelora_has_zeros(f))
-      w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(experts, n, k / group));
-  }
+  moelora_quantized w = random_quantized(experts, k, &layout, false);
+  if (moelora_scale_bytes(f) == 1)
+    w.scales = random_ids(MOELORA_U8, 0, f == MOELORA_MXFP4 ? 128 : 126, 3, w.scales.size);
   moelora_tensor tiles[2], matrix[2];
   snprintf(drawn, sizeof drawn, " %llu: %s format %d order %d E=%lld N=%lld K=%lld",
            (unsigned long long)number, dtype_name(dtype), f, order, (long long)experts,

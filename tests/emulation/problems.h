@@ -102,6 +102,13 @@ static inline void compare(const char *what, const moelora_tensor *got, const mo
   }
 }
 
+/* The same for an output that the hash has. */
+static inline void check_output(const char *what, const moelora_tensor *got,
+                                const moelora_tensor *want, double slack) {
+  compare(what, got, want, slack);
+  hash_tensor(got);
+}
+
 #define RUN(NAME)                                                                                  \
   static inline void run_##NAME(const moelora_##NAME##_args *args, moelora_exec exec) {            \
     size_t bytes;                                                                                  \
@@ -125,6 +132,24 @@ RUN(mlp_delta)
 RUN(align)
 RUN(align_lists)
 
+static char noted_plan[512]; /* of the last RUN_BOTH */
+
+/* A call with a forced kernel. */
+#define RUN_FORCED(NAME, ARGS, DTYPE, LAYOUT)                                                      \
+  do {                                                                                             \
+    force_any(DTYPE, LAYOUT);                                                                      \
+    run_##NAME(ARGS, gpu());                                                                       \
+  } while (0)
+
+/* The call WANT on the CPU, then ARGS on the GPU with a forced kernel. */
+#define RUN_BOTH(NAME, ARGS, WANT, DTYPE, LAYOUT)                                                  \
+  do {                                                                                             \
+    moelora_force_variant(NULL);                                                                   \
+    run_##NAME(WANT, serial);                                                                      \
+    RUN_FORCED(NAME, ARGS, DTYPE, LAYOUT);                                                         \
+    snprintf(noted_plan, sizeof noted_plan, "%s", moelora_last_plan());                            \
+  } while (0)
+
 static inline int64_t one_of(const int64_t *values, int64_t count) {
   return values[random_in(0, count - 1)];
 }
@@ -143,6 +168,12 @@ static inline sizes draw_sizes(int64_t depth_of) {
   return s;
 }
 
+static inline void describe(uint64_t number, moelora_dtype dtype, sizes s) {
+  snprintf(drawn, sizeof drawn, " %llu: %s M=%lld k=%lld E=%lld K=%lld", (unsigned long long)number,
+           dtype_name(dtype), (long long)s.tokens, (long long)s.top_k, (long long)s.experts,
+           (long long)s.hidden);
+}
+
 static inline int64_t draw_rank(void) {
   return ONE_OF(random_in(1, 16), 8, 16, 32, 64, random_in(17, 128), 128);
 }
@@ -158,50 +189,6 @@ static inline moelora_adapters draw_adapters(sizes s, int64_t max_rank) {
 static inline moelora_lora draw_lora(sizes s, moelora_dtype dtype, int32_t slices, int64_t n,
                                      int64_t k) {
   return random_lora(s, dtype, slices, draw_rank(), n, k);
-}
-
-/* Number of columns that share a scale. */
-static inline int64_t draw_group(moelora_format f, int64_t k) {
-  const int64_t columns = 64 / moelora_tile_groups(f);
-  return columns < 64 ? columns : k % 64 == 0 && maybe() ? 64 : k;
-}
-
-/* Weights of a format: random tiles, with scales that keep sums near 1. */
-static inline moelora_tensor draw_tiles(moelora_dtype dtype, sizes s, int64_t k,
-                                        const moelora_layout *layout) {
-  const moelora_format f = layout->format;
-  const int64_t n = layout->rows;
-  const bool fp8 = moelora_is_fp8(f), gate_up = layout->order != MOELORA_ROWS_PLAIN;
-  const double scale = 1 / sqrt((double)k);
-  moelora_quantized w = {0};
-  if (fp8) {
-    const int64_t wide = f == MOELORA_FP8_G64 ? 64 : 128;
-    w.block_rows = f == MOELORA_FP8_ROWS ? ONE_OF(1, random_in(1, n))
-                   : gate_up             ? n
-                                         : 64 * random_in(1, 2);
-    w.block_columns = maybe() ? wide : k;
-    w.values = random_ids(MOELORA_U8, 0, 251, SIZES(s.experts, n, k));
-    for (int64_t i = 0; i < count_of(&w.values); i++)
-      ((uint8_t *)w.values.data)[i] += ((uint8_t *)w.values.data)[i] >= 126 ? 2 : 0;
-    w.scales = new_tensor(
-        MOELORA_F32, SIZES(s.experts, (n - 1) / w.block_rows + 1, (k - 1) / w.block_columns + 1));
-    for (int64_t i = 0; i < count_of(&w.scales); i++)
-      ((float *)w.scales.data)[i] = (float)(scale / 100 * (1.5 + random_unit()));
-  } else {
-    const int64_t group = draw_group(f, k);
-    w.values = random_ids(MOELORA_U8, 0, 255, SIZES(s.experts, n, k / 2));
-    w.scales = f == MOELORA_MXFP4 ? random_ids(MOELORA_U8, 120, 123, SIZES(s.experts, n, k / group))
-               : f == MOELORA_NVFP4
-                   ? random_ids(MOELORA_U8, 0, 60, SIZES(s.experts, n, k / group))
-                   : random_tensor(MOELORA_F32, scale / 4, SIZES(s.experts, n, k / group));
-    if (f == MOELORA_NVFP4)
-      w.tensor_scales = random_tensor(MOELORA_F32, scale, SIZES(s.experts, gate_up ? 2 : 1));
-    if (moelora_has_zeros(f))
-      w.zeros = random_ids(MOELORA_U8, 0, 16, SIZES(s.experts, n, k / group));
-  }
-  moelora_tensor tiles = new_tiles(s.experts, k, layout);
-  CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &tiles, &serial));
-  return tiles;
 }
 
 static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
@@ -222,18 +209,17 @@ static inline moelora_layout draw_layout(int64_t rows, moelora_row_order order,
 
 static inline moelora_tensor draw_weights(moelora_dtype dtype, sizes s, int64_t n, int64_t k,
                                           moelora_layout *layout) {
-  if (layout->format != MOELORA_NATIVE)
-    return draw_tiles(dtype, s, k, layout);
+  if (layout->format != MOELORA_NATIVE) {
+    const moelora_quantized w = random_quantized(s.experts, k, layout, false);
+    moelora_tensor tiles = new_tiles(s.experts, k, layout);
+    CHECK_OK(moelora_pack_quantized(&w, layout, dtype, &tiles, &serial));
+    return tiles;
+  }
   return random_weights(s, dtype, n, k, n % 64 == 0 && k % 64 == 0 && maybe());
 }
 
 static inline double slack_of(const moelora_layout *layout) {
   return layout->x == MOELORA_X_NATIVE ? 2 : 10;
-}
-
-static char noted_plan[512];
-static inline void note_plan(void) {
-  snprintf(noted_plan, sizeof noted_plan, "%s", moelora_last_plan());
 }
 
 /* Some of the tokens, by number and first. */
@@ -324,18 +310,15 @@ static inline int64_t rank_of(const moelora_lora *lora) {
 static inline void describe_layer(uint64_t number, const layer_problem *p,
                                   moelora_dtype of_factors) {
   const moelora_experts_args *a = &p->args;
-  snprintf(drawn, sizeof drawn,
-           " %llu: %s M=%lld k=%lld E=%lld K=%lld I=%lld act=%d formats=%d,%d x=%d,%d "
-           "ranks=%lld,%lld of %s%s%s",
-           (unsigned long long)number, dtype_name(p->dtype), (long long)p->s.tokens,
-           (long long)p->s.top_k, (long long)p->s.experts, (long long)p->s.hidden,
-           (long long)p->s.inner, a->activation, p->w13.format, p->w2.format, p->w13.x, p->w2.x,
+  describe(number, p->dtype, p->s);
+  DESCRIBE(" I=%lld act=%d formats=%d,%d x=%d,%d ranks=%lld,%lld of %s%s%s", (long long)p->s.inner,
+           a->activation, p->w13.format, p->w2.format, p->w13.x, p->w2.x,
            (long long)rank_of(&a->w13_lora), (long long)rank_of(&a->w2_lora),
            dtype_name(of_factors), a->w13.ndim == 5 ? " packed" : "",
            a->apply_router_weight_on_input ? " early" : "");
 }
 
-/* Rows from `first` on have the bits of `whole`, which was computed by the plan of note_plan(). */
+/* Rows from `first` on have the bits of `whole`, which was computed by RUN_BOTH. */
 static inline void same_rows(const moelora_tensor *got, const moelora_tensor *whole,
                              int64_t first) {
   const size_t row = (size_t)whole->stride[0] * dtype_bytes(whole->dtype);

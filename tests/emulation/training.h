@@ -21,12 +21,16 @@ static inline moelora_lora gradients_of_lora(const moelora_lora *lora, moelora_d
   return grads;
 }
 
-/* All gradients of a call, as an array. */
-enum { MAX_GRADIENTS = 10 };
-static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
-                                 const char **names) {
-  int count = 0;
-#define GRADIENT(FIELD) names[count] = #FIELD, all[count++] = &g->FIELD
+/* All gradients of a call, those that are not asked for too. */
+typedef struct gradients {
+  int count;
+  moelora_tensor *all[3 + 2 * MOELORA_MAX_SLICES];
+  const char *names[3 + 2 * MOELORA_MAX_SLICES];
+} gradients;
+#define GRADIENT(FIELD) list.names[list.count] = #FIELD, list.all[list.count++] = &g->FIELD
+
+static inline gradients gradients_of(moelora_experts_grads *g) {
+  gradients list = {0};
   GRADIENT(hidden_states);
   GRADIENT(topk_weights);
   GRADIENT(w13_lora.a[0]);
@@ -37,18 +41,19 @@ static inline int list_gradients(moelora_experts_grads *g, moelora_tensor **all,
   GRADIENT(w2_lora.b[0]);
   GRADIENT(w13_bias);
   GRADIENT(w2_bias);
-#undef GRADIENT
-  return count;
+  return list;
+}
+
+/* Gives each its own memory, with the same contents. */
+static inline void copy_all(gradients list) {
+  for (int i = 0; i < list.count; i++)
+    if (list.all[i]->data)
+      *list.all[i] = copy_of(list.all[i]);
 }
 
 static inline moelora_experts_grads copy_grads(const moelora_experts_grads *from) {
   moelora_experts_grads copy = *from;
-  moelora_tensor *all[MAX_GRADIENTS];
-  const char *names[MAX_GRADIENTS];
-  const int count = list_gradients(&copy, all, names);
-  for (int i = 0; i < count; i++)
-    if (all[i]->data)
-      *all[i] = copy_of(all[i]);
+  copy_all(gradients_of(&copy));
   return copy;
 }
 
@@ -67,10 +72,10 @@ static inline moelora_saved new_saved(moelora_dtype dtype, const moelora_experts
   return saved;
 }
 
-static inline void compare_if(const char *what, const moelora_tensor *got,
-                              const moelora_tensor *want, double slack) {
+static inline void check_given(const char *what, const moelora_tensor *got,
+                               const moelora_tensor *want, double slack) {
   if (got->data && count_of(got) > 0)
-    compare(what, got, want, slack);
+    check_output(what, got, want, slack);
 }
 
 /* Factors with NaN in one adapter. */
@@ -105,22 +110,20 @@ static void check_others(const moelora_experts_backward_args *args,
                          const char *what) {
   moelora_experts_backward_args other = *changed;
   moelora_experts_grads want = args->grads;
-  moelora_tensor *got[MAX_GRADIENTS], *expected[MAX_GRADIENTS];
-  const char *names[MAX_GRADIENTS];
   other.grads = copy_grads(before);
-  list_gradients(&other.grads, got, names);
-  const int count = list_gradients(&want, expected, names);
   run_experts_backward(&other, gpu());
-  for (int i = 0; i < count; i++) {
-    const bool of_tokens = i < 2, of_adapters = got[i]->ndim == 4;
-    if (!got[i]->data || !(of_tokens || of_adapters))
+  const gradients list = gradients_of(&other.grads), expected = gradients_of(&want);
+  for (int i = 0; i < list.count; i++) {
+    const moelora_tensor *got = list.all[i];
+    const bool of_tokens = i < 2, of_adapters = got->ndim == 4;
+    if (!got->data || !(of_tokens || of_adapters))
       continue;
-    for (int64_t at = 0; at < got[i]->size[0]; at++) {
-      const size_t row = (size_t)got[i]->stride[0] * dtype_bytes(got[i]->dtype);
+    for (int64_t at = 0; at < got->size[0]; at++) {
+      const size_t row = (size_t)got->stride[0] * dtype_bytes(got->dtype);
       if ((of_tokens ? is_other(args, affected, at) : !(affected >> at & 1)) &&
-          memcmp((char *)got[i]->data + (size_t)at * row,
-                 (char *)expected[i]->data + (size_t)at * row, row))
-        FAIL("%s: gradient of %s, %s %lld differs %s (%s)", drawn, names[i],
+          memcmp((char *)got->data + (size_t)at * row,
+                 (char *)expected.all[i]->data + (size_t)at * row, row))
+        FAIL("%s: gradient of %s, %s %lld differs %s (%s)", drawn, list.names[i],
              of_tokens ? "token" : "adapter", (long long)at, what, moelora_last_plan());
     }
   }
@@ -148,20 +151,16 @@ static void test_training(uint64_t number) {
   moelora_experts_args want = *forward, serving = *forward;
   want.out = copy_of(&forward->out);
   want.saved = new_saved(dtype, forward);
-  moelora_force_variant(NULL);
-  run_experts(&want, serial);
-  force_any(dtype, &layout);
   serving.out = copy_of(&forward->out);
-  run_experts(&serving, gpu());
+  RUN_BOTH(experts, &serving, &want, dtype, &layout);
   forward->saved = new_saved(dtype, forward);
   run_experts(forward, gpu());
   if (!same_bytes(&forward->out, &serving.out))
     FAIL("training%s: outputs are not those of serving (%s)", drawn, moelora_last_plan());
   const double slack = fmax(slack_of(&layout), slack_of(&layout2));
-  compare("gate_up", &forward->saved.gate_up, &want.saved.gate_up, slack_of(&layout));
-  compare_if("w13_shrink", &forward->saved.w13_shrink, &want.saved.w13_shrink, 2);
-  compare_if("w2_shrink", &forward->saved.w2_shrink, &want.saved.w2_shrink, 2 + slack);
-  hash_tensor(&forward->saved.gate_up);
+  check_output("gate_up", &forward->saved.gate_up, &want.saved.gate_up, slack_of(&layout));
+  check_given("w13_shrink", &forward->saved.w13_shrink, &want.saved.w13_shrink, 2);
+  check_given("w2_shrink", &forward->saved.w2_shrink, &want.saved.w2_shrink, 2 + slack);
 
   /* The backward, with the same saved tensors. */
   forward->saved = want.saved;
@@ -176,27 +175,19 @@ static void test_training(uint64_t number) {
   const moelora_experts_grads before = copy_grads(&args.grads);
   moelora_experts_backward_args on_cpu = args;
   on_cpu.grads = copy_grads(&before);
-  moelora_force_variant(NULL);
-  run_experts_backward(&on_cpu, serial);
   moelora_experts_backward_args over = args;
   over.overwrites_gate_up = true;
   over.grads = copy_grads(&before);
   over.forward.saved.gate_up = copy_of(&forward->saved.gate_up);
-  force_any(dtype, &layout);
-  run_experts_backward(&args, gpu());
+  RUN_BOTH(experts_backward, &args, &on_cpu, dtype, &layout);
   run_experts_backward(&over, gpu());
-  moelora_tensor *got[MAX_GRADIENTS], *expected[MAX_GRADIENTS], *same[MAX_GRADIENTS];
-  const char *names[MAX_GRADIENTS];
-  const int count = list_gradients(&args.grads, got, names);
-  list_gradients(&on_cpu.grads, expected, names);
-  list_gradients(&over.grads, same, names);
-  for (int i = 0; i < count; i++) {
-    compare_if(names[i], got[i], expected[i], 6);
-    if (got[i]->data && !same_bytes(got[i], same[i]))
-      FAIL("training%s: other bits of %s in the memory of gate_up (%s)", drawn, names[i],
+  const gradients got = gradients_of(&args.grads), expected = gradients_of(&on_cpu.grads);
+  const gradients same = gradients_of(&over.grads);
+  for (int i = 0; i < got.count; i++) {
+    check_given(got.names[i], got.all[i], expected.all[i], 6);
+    if (got.all[i]->data && !same_bytes(got.all[i], same.all[i]))
+      FAIL("training%s: other bits of %s in the memory of gate_up (%s)", drawn, got.names[i],
            moelora_last_plan());
-    if (got[i]->data)
-      hash_tensor(got[i]);
   }
 
   /* Base tokens and one adapter, or base tokens, alone; and beside NaN in an adapter. */
@@ -216,7 +207,6 @@ static void test_training(uint64_t number) {
   }
 
   /* A part of the tokens, by another kernel: its rows have the same bits. */
-  note_plan();
   const tokens some = draw_tokens(s);
   moelora_experts_backward_args less = args;
   less.forward.hidden_states = part(&forward->hidden_states, some, 1);
@@ -230,8 +220,7 @@ static void test_training(uint64_t number) {
       .hidden_states = new_tensor(dtype, SIZES(some.count, s.hidden)),
       .topk_weights = new_tensor(MOELORA_F32, SIZES(some.count, s.top_k)),
   };
-  force_any(dtype, &layout);
-  run_experts_backward(&less, gpu());
+  RUN_FORCED(experts_backward, &less, dtype, &layout);
   if (args.grads.hidden_states.data)
     same_rows(&less.grads.hidden_states, &args.grads.hidden_states, some.first);
   if (args.grads.topk_weights.data)
