@@ -33,29 +33,28 @@ static void test_a_call_is_a_value(void) {
   release_all();
 }
 
+#define CHECK_TOO_MANY(THREADS, PREPARED)                                                          \
+  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,                                 \
+              "exec.parallel_for runs " #THREADS " threads, the call was prepared for " #PREPARED  \
+              ": give moelora_prepare_* the parallel_for and num_threads of moelora_run")
+
 /* Each thread has its part of the workspace: more threads than it was sized for would write past
  * its end. Their number follows from parallel_for and num_threads together. */
 static void test_threads_are_those_of_the_workspace(void) {
   const moelora_gemm_args args = gemm_args();
-  const moelora_exec alone = {.device = MOELORA_CPU, .num_threads = 32};
-  const moelora_exec many = {
-      .device = MOELORA_CPU, .num_threads = 32, .parallel_for = parallel_for};
-  moelora_exec exec = alone;
+  moelora_exec exec = {.device = MOELORA_CPU, .num_threads = 32};
   moelora_call call;
   CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
   give_workspace(&exec, call.workspace_bytes);
   const size_t least = call.workspace_bytes;
   exec.parallel_for = parallel_for;
-  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
-              "exec.parallel_for runs 32 threads, the call was prepared for 1: give "
-              "moelora_prepare_* the parallel_for and num_threads of moelora_run");
+  CHECK_TOO_MANY(32, 1);
   exec.parallel_for = NULL;
   CHECK_OK(moelora_run(&call, &exec));
-  const moelora_tensor want = new_tensor(MOELORA_F32, SIZES(M, TOP_K, N));
-  memcpy(want.data, args.out.data, (size_t)count_of(&want) * sizeof(float));
+  const moelora_tensor want = copy_of(&args.out);
 
   /* Fewer threads need less. */
-  exec = many;
+  exec.parallel_for = parallel_for;
   CHECK_OK(moelora_prepare_gemm(&args, &exec, &call));
   CHECK(call.workspace_bytes > least);
   give_workspace(&exec, call.workspace_bytes);
@@ -67,10 +66,8 @@ static void test_threads_are_those_of_the_workspace(void) {
     CHECK_OK(moelora_run(&call, &exec));
     CHECK(same_bytes(&args.out, &want));
   }
-  exec = many, exec.num_threads = 33;
-  CHECK_FAILS(moelora_run(&call, &exec), MOELORA_INVALID_ARGUMENT,
-              "exec.parallel_for runs 33 threads, the call was prepared for 32: give "
-              "moelora_prepare_* the parallel_for and num_threads of moelora_run");
+  exec.parallel_for = parallel_for, exec.num_threads = 33;
+  CHECK_TOO_MANY(33, 32);
   release_all();
 }
 
@@ -89,8 +86,8 @@ static void test_a_refused_call_cannot_run(void) {
   memset(&call, 0xa5, sizeof call);
   CHECK_UNPREPARED(&call);
 
-  for (int before = 0; before < 3;
-       before++) { /* refused: first, after a valid call, after an empty call */
+  /* Refused: first, after a valid call, after an empty call. */
+  for (int before = 0; before < 3; before++) {
     args = good;
     if (before == 2)
       args.x.size[0] = args.routing.topk_ids.size[0] = args.out.size[0] = 0;
@@ -100,15 +97,14 @@ static void test_a_refused_call_cannot_run(void) {
     CHECK(moelora_prepare_gemm(&args, &exec, &call) == MOELORA_INVALID_ARGUMENT);
     CHECK_UNPREPARED(&call);
   }
-  CHECK_OK(moelora_prepare_gemm(&good, &exec, &call));
-  CHECK(moelora_prepare_gemm(NULL, &exec, &call) == MOELORA_INVALID_ARGUMENT);
-  CHECK_UNPREPARED(&call);
-  CHECK_OK(moelora_prepare_gemm(&good, &exec, &call));
-  CHECK(moelora_prepare_gemm(&good, NULL, &call) == MOELORA_INVALID_ARGUMENT);
-  CHECK_UNPREPARED(&call);
-  exec.device = (moelora_device)7;
-  CHECK(moelora_prepare_gemm(&good, &exec, &call) == MOELORA_INVALID_ARGUMENT);
-  CHECK_UNPREPARED(&call);
+  moelora_exec nowhere = exec;
+  nowhere.device = (moelora_device)7;
+  const moelora_exec *const execs[] = {&exec, NULL, &nowhere};
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(moelora_prepare_gemm(&good, &exec, &call));
+    CHECK(moelora_prepare_gemm(i ? &good : NULL, execs[i], &call) == MOELORA_INVALID_ARGUMENT);
+    CHECK_UNPREPARED(&call);
+  }
   release_all();
 }
 

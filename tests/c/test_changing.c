@@ -201,25 +201,15 @@ static const moelora_tensor *compute(operators *o, int which, moelora_exec exec)
   const moelora_tensor *outs[] = {&o->gemm.out,   &o->experts.out, &o->delta.out,
                                   &o->summed.out, &o->listed.out,  &o->mlp.out};
   clear(outs[which]);
-  switch (which) {
-  case GEMM:
+  const moelora_delta_args *const deltas[] = {&o->delta, &o->summed, &o->listed};
+  if (which == GEMM)
     RUN(gemm, &o->gemm, exec);
-    break;
-  case LAYER:
+  else if (which == LAYER)
     RUN(experts, &o->experts, exec);
-    break;
-  case DELTA:
-    RUN(delta, &o->delta, exec);
-    break;
-  case SUMMED:
-    RUN(delta, &o->summed, exec);
-    break;
-  case LISTED:
-    RUN(delta, &o->listed, exec);
-    break;
-  default:
+  else if (which == MLP)
     RUN(mlp_delta, &o->mlp, exec);
-  }
+  else
+    RUN(delta, deltas[which - DELTA], exec);
   return outs[which];
 }
 

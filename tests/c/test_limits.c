@@ -13,6 +13,11 @@ static const moelora_device_info hopper = {.device = MOELORA_CUDA,
                                            .l2_bytes = 50 << 20,
                                            .shared_bytes = 227 << 10,
                                            .overlaps = true};
+static const moelora_device_info ada = {.device = MOELORA_CUDA,
+                                        .compute_capability = 89,
+                                        .num_units = 128,
+                                        .l2_bytes = 50 << 20,
+                                        .shared_bytes = 99 << 10};
 static const moelora_device_info cpu = {.device = MOELORA_CPU, .num_units = 1};
 
 static moelora_routes routes_of(int64_t tokens, int32_t top_k, int32_t experts, int32_t slots) {
@@ -99,31 +104,24 @@ static moelora_family layer_family(const moelora_experts_problem *p) {
  * first row to the last. Portable kernels keep the distance of two rows in 32 bits. */
 static void test_rows_of_x_far_apart(void) {
   const int64_t far = INT64_C(1) << 30; /* elements: 2 GiB */
+  const char *message =
+      "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647";
   moelora_gemm_plan plan;
   moelora_gemm_problem p = gemm_of(31, far);
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
-  p = gemm_of(32, far);
-  CHECK_INT(gemm_family(&p), MOELORA_SM80);
   p = gemm_of(16, far), p.x_per_row = true; /* 32 rows */
   CHECK_INT(gemm_family(&p), MOELORA_SM80);
   p = gemm_of(32, far);
-  CHECK_OK(moelora_force_variant("gemm_bf16_96x128x64_sm90"));
-  CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  for (int forced = 0; forced < 2; forced++) {
+    CHECK_OK(moelora_force_variant(forced ? "gemm_bf16_96x128x64_sm90" : NULL));
+    CHECK_INT(gemm_family(&p), MOELORA_SM80);
+  }
   CHECK_OK(moelora_force_variant(NULL));
   p = gemm_of(15, 2 * far);
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
+  CHECK_REFUSED(moelora_plan_gemm(&p, &ada, &plan), message);
   p = gemm_of(16, 2 * far);
-  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan),
-                "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
-  p = gemm_of(15, 2 * far);
-  const moelora_device_info ada = {.device = MOELORA_CUDA,
-                                   .compute_capability = 89,
-                                   .num_units = 128,
-                                   .l2_bytes = 50 << 20,
-                                   .shared_bytes = 99 << 10};
-  CHECK_REFUSED(moelora_plan_gemm(&p, &ada, &plan),
-                "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647");
-  p = gemm_of(16, 2 * far);
+  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan), message);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
   /* e4m3 x is in the workspace */
   p.w = weights_of(MOELORA_FP8, MOELORA_X_GROUP, MOELORA_ROWS_PLAIN, N, K);
@@ -210,18 +208,19 @@ static void test_strides_of_tensor_maps(void) {
   p.w.stride_n = most / N;
   CHECK_INT(gemm_family(&p), MOELORA_SM80);
 
-  moelora_factors f = factors_of(1, RANK, N, K);
-  CHECK(moelora_are_boxes(&f, 64, K) && moelora_are_map_factors(f.b, 1, N));
-  f.a[0].stride_l = f.b[0].stride_l = most;
-  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
-  f = factors_of(1, RANK, N, K);
-  f.a[0].stride_e = f.b[0].stride_e = most;
-  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
-  f = factors_of(1, RANK, N, K);
-  f.a[0].stride_i = most, f.b[0].stride_i = most / N;
-  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
-  f.a[0].stride_i = f.b[0].stride_i = 0;
-  CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+  /* Of adapters, of experts, of rows; and rows that are one. */
+  const moelora_factors good = factors_of(1, RANK, N, K);
+  CHECK(moelora_are_boxes(&good, 64, K) && moelora_are_map_factors(good.b, 1, N));
+  for (int i = 0; i < 4; i++) {
+    moelora_factors f = good;
+    if (i == 0)
+      f.a[0].stride_l = f.b[0].stride_l = most;
+    else if (i == 1)
+      f.a[0].stride_e = f.b[0].stride_e = most;
+    else
+      f.a[0].stride_i = i == 2 ? most : 0, f.b[0].stride_i = i == 2 ? most / N : 0;
+    CHECK(!moelora_are_boxes(&f, 64, K) && !moelora_are_map_factors(f.b, 1, N));
+  }
 }
 
 static void test_ranks(void) {
