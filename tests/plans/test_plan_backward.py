@@ -1,9 +1,13 @@
-"""Plans of the backward of a layer, for devices that need not be there."""
+"""Backwards of layers, projections and adapters alone: plans for devices that need not be there."""
+
+from itertools import product
 
 import pytest
 from plan_cases import MIXTRAL, answer, refusal
 
 HOPPER, AMPERE, ADA = ("cuda", 90), ("cuda", 80), ("cuda", 89)
+# Formats of weights, and the kernels that are written for them.
+KERNELS = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "nf4": "nf4", "int4": "int4", "fp8": "w8a16"}
 
 
 def backward(device, *args, of="backward", **problem):
@@ -20,11 +24,12 @@ def projection(device, *args, alone=False, **problem):
     return backward(device, *args, of="alone" if alone else "project", **problem)
 
 
+both = pytest.mark.parametrize("of", [backward, projection], ids=["layer", "projection"])
 TILES = {1: "32x128", 256: "32x128", 512: "96x128", 1024: "96x128", 2048: "128x256x64x2"}
 TILES |= {4096: "144x256x64x2", 16384: "128x256x64x2"}
 
 
-@pytest.mark.parametrize("of", [backward, projection], ids=["layer", "projection"])
+@both
 @pytest.mark.parametrize("tokens", TILES)
 def test_hopper(tokens, of):
     """Qwen3-30B-A3B has tokens / 16 rows of an expert. A projection has the kernels of a layer."""
@@ -40,8 +45,7 @@ def test_hopper(tokens, of):
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (256, 32), (1024, 64), (16384, 128)])
 def test_others(device, tokens, rows):
     """With shared memory that every GPU has."""
-    name, *_ = backward(device, tokens=tokens, dtype="float16")
-    assert name == f"back_f16_{rows}x128x64_sm80"
+    assert backward(device, tokens=tokens, dtype="float16")[0] == f"back_f16_{rows}x128x64_sm80"
 
 
 def test_sizes_without_vectors():
@@ -52,41 +56,35 @@ def test_sizes_without_vectors():
 
 def test_the_kernel_does_not_depend_on_adapters():
     for tokens in (1, 100, 5000):
-        assert (
-            backward(HOPPER, tokens=tokens, **MIXTRAL)[0]
-            == (backward(HOPPER, tokens=tokens, rank=64, **MIXTRAL)[0])
-        )
+        with_adapters = backward(HOPPER, tokens=tokens, rank=64, **MIXTRAL)
+        assert backward(HOPPER, tokens=tokens, **MIXTRAL)[0] == with_adapters[0]
 
 
-def test_a_cpu():
-    name, _, sort, total = backward(("cpu", 0), dtype="float32", rank=16)
-    assert name == "gemm_f32_scalar" and sort == total == "-"
+@both
+def test_a_cpu(of):
+    name, _, around, total = of(("cpu", 0), dtype="float32", rank=16)
+    assert name == "gemm_f32_scalar" and around == total == "-"
 
 
 @pytest.mark.parametrize("forced", ["back_bf16_64x128x64_sm80", "back_bf16_96x128x64_sm90"])
 def test_forced(forced):
     env = {"MOELORA_FORCE_VARIANT": forced}
     assert backward(HOPPER, tokens=4096, env=env)[0] == forced
-    family = forced[-4:]
     other = backward(AMPERE, tokens=4096, env=env)[0]
-    assert other == (forced if family == "sm80" else "back_bf16_128x128x64_sm80")
+    assert other == (forced if forced.endswith("sm80") else "back_bf16_128x128x64_sm80")
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
-@pytest.mark.parametrize("device", [AMPERE, ADA])
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 32), (256, 32), (4096, 128)])
-def test_quantized_weights(device, name, tokens, rows):
-    kernel = "w8a16" if name == "fp8" else name
-    variant, found, *_ = backward(device, "formats", name, name, tokens=tokens)
-    assert variant == f"back_bf16_{kernel}_{rows}x128x64_sm80" and found == rows
+@both
+@pytest.mark.parametrize("name", KERNELS)
+def test_quantized_weights(name, of):
+    def ask(device, **problem):
+        return of(device, "formats", name, name, **problem)[0].removeprefix(kernel)
 
-
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4", "int4", "fp8"])
-def test_quantized_weights_on_hopper(name):
-    kernel = "w8a16" if name == "fp8" else name
-    assert backward(HOPPER, "formats", name, name)[0] == f"back_bf16_{kernel}_128x256x128_sm90"
-    portable = backward(HOPPER, "formats", name, name, hidden=2048 + 4)
-    assert portable[0] == f"back_bf16_{kernel}_32x128x64_sm80"
+    kernel = f"back_bf16_{KERNELS[name]}_"
+    for device, (tokens, rows) in product((AMPERE, ADA), [(1, 32), (256, 32), (4096, 128)]):
+        assert ask(device, tokens=tokens) == f"{rows}x128x64_sm80"
+    assert ask(HOPPER) == "128x256x128_sm90"
+    assert ask(HOPPER, hidden=2048 + 4) == "32x128x64_sm80"
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
@@ -96,14 +94,10 @@ def test_weights_of_two_formats(device):
     assert "_mxfp4_" not in backward(device, "formats", "native", "mxfp4", tokens=4096)[0]
 
 
-@pytest.mark.parametrize("of", [backward, projection], ids=["layer", "projection"])
+@both
 def test_refusals(of):
     assert "no float32 kernel for a backward" in of(HOPPER, dtype="float32", rank=8)
     assert of(HOPPER, rank=4096) == "rank 4096: the GPU kernels take ranks below 4096"
-    assert of(("cpu", 0), dtype="float32", rank=16)[0] == "gemm_f32_scalar"
-
-
-# ---- a projection, and adapters alone ----
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE])
@@ -112,10 +106,3 @@ def test_adapters_alone(device, tokens, rows):
     """By portable kernels, without weights."""
     name, found, *_ = projection(device, tokens=tokens, rank=16, alone=True)
     assert name == f"back_bf16_{rows}x128x64_sm80" and found == rows
-
-
-def test_a_projection_of_quantized_weights():
-    name, *_ = projection(HOPPER, "formats", "mxfp4", "native", rank=16)
-    assert name == "back_bf16_mxfp4_128x256x128_sm90"
-    name, *_ = projection(AMPERE, "formats", "mxfp4", "native", rank=16)
-    assert name == "back_bf16_mxfp4_32x128x64_sm80"

@@ -44,6 +44,11 @@ def tile(row):
     return f"{row.block_m}x{row.block_n}x{row.block_k}_{row.family.lower()}"
 
 
+def alignment(row):
+    """What rows of both projections have in common."""
+    return row.dtype, row.family, row.block_m, row.cluster
+
+
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize(
     "name, capability, tiles", [(name, *of) for names, *of in TILES for name in names]
@@ -74,8 +79,7 @@ def test_projections_of_two_formats_share_an_alignment(pair, capability, kib):
                 weights = one.block_n * one.block_k // 64**2 * (values + scales)
             tile = weights + one.block_m * one.block_k * 2
             assert one.family == "SM90" or one.stages * tile <= kib * 1024, one
-        same = ("dtype", "family", "block_m", "cluster")
-        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert alignment(row) == alignment(of_w2)
         assert row.family == ("SM90" if capability == 90 else "SM80")
         alike = KERNELS.get(pair[0], pair[0]) == KERNELS.get(pair[1], pair[1])
         one_launch = alike and pair[0] != "native" and capability != 90 and tokens == 1
@@ -108,25 +112,25 @@ def test_one_token_of_quantized_weights_is_one_launch_and_more_are_if_forced(nam
             assert first(**shape, env=forced).startswith("gemm_")
 
 
+def layout_of(p):
+    return formats.FORMATS[p.w13.layout[0]].name.lower()
+
+
+def sizes_of(spec):
+    return tuple((n, getattr(spec, n)) for n in ("tokens", "top_k", "experts", "hidden", "inter"))
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_launch_serves_what_its_tests_force_it_on(name, dtype, capability):
     """The variant that test_decode.py names, on layers of the formats and sizes that it has."""
     p = test_decode.made(test_decode.SMALL, name, getattr(torch, dtype))
-    variant, layout = (
-        test_decode.one_launch(p),
-        formats.FORMATS[p.w13.layout[0]].name.lower(),
-    )
-    sizes = set()
-    for spec in test_decode.SPECS.values():
-        s = fitted(spec, spec.dtype)
-        sizes.add((s.tokens, s.top_k, s.experts, s.hidden, s.inter))
-    for size in sizes:
-        problem = dict(zip(("tokens", "top_k", "experts", "hidden", "inter"), size, strict=True))
-        env = {"MOELORA_FORCE_VARIANT": variant}
-        gpu = ("cuda", capability)
-        words = answer(gpu, "formats", layout, layout, dtype=dtype, rank=16, env=env, **problem)
+    variant, layout = test_decode.one_launch(p), layout_of(p)
+    env = {"MOELORA_FORCE_VARIANT": variant}
+    for sizes in {sizes_of(fitted(spec, spec.dtype)) for spec in test_decode.SPECS.values()}:
+        problem = {**dict(sizes), "dtype": dtype, "rank": 16, "env": env}
+        words = answer(("cuda", capability), "formats", layout, layout, **problem)
         assert words.split()[0] == variant, problem
 
 
@@ -134,24 +138,17 @@ def test_one_launch_serves_what_its_tests_force_it_on(name, dtype, capability):
 def test_a_variant_serves_what_its_tests_force_it_on(row):
     """The layers of test_variants.py that are to name it, of each form of weights for it."""
     spec = test_variants.deepest(row.name, getattr(torch, DTYPES[row.dtype]))
-    sizes = ("tokens", "top_k", "experts", "hidden", "inter")
-    problem = {name: getattr(spec, name) for name in sizes} | {"rank": max(spec.ranks)}
+    problem = {**dict(sizes_of(spec)), "rank": max(spec.ranks), "dtype": DTYPES[row.dtype]}
+    problem["env"] = {"MOELORA_FORCE_VARIANT": row.name}
     for form in forms_of(row.name):
         kernel, layout = kernels_of(form), NATIVE
         if form != NATIVE:
-            p = made(replace(spec, hidden=128, inter=128), form, spec.dtype)
-            layout = formats.FORMATS[p.w13.layout[0]].name.lower()
+            layout = layout_of(made(replace(spec, hidden=128, inter=128), form, spec.dtype))
         if kernel == "w8a8":
             layout = {"fp8_g64": "w8a8_g64"}.get(layout, "w8a8")
         assert (kernel or NATIVE) == {"FP8": "w8a16"}.get(row.format, row.format.lower())
-        words = answer(
-            ("cuda", int(row.family.removeprefix("SM"))),
-            *("formats", layout, layout),
-            dtype=DTYPES[row.dtype],
-            env={"MOELORA_FORCE_VARIANT": row.name},
-            **problem,
-        )
-        assert words.split()[0] == row.name, form
+        gpu = ("cuda", int(row.family.removeprefix("SM")))
+        assert answer(gpu, "formats", layout, layout, **problem).split()[0] == row.name, form
 
 
 def test_a_tile_that_one_format_has_alone_is_no_choice_for_two():
@@ -231,13 +228,10 @@ def test_quantized_rows_that_allow_no_vectors(capability, pair):
 
 
 def test_formats_without_a_kernel():
-    ask = quantized
-    assert ask(("cuda", 75), "mxfp4", "mxfp4") == (
-        "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
-    )
-    assert ask(("cuda", 90), "int4_zp", "int4_zp", dtype="float32") == (
-        "no float32 kernel for INT4 weights and CUDA compute capability 9.0"
-    )
+    old = quantized(("cuda", 75), "mxfp4", "mxfp4")
+    assert old == "no bfloat16 kernel for MXFP4 weights and CUDA compute capability 7.5"
+    wide = quantized(("cuda", 90), "int4_zp", "int4_zp", dtype="float32")
+    assert wide == "no float32 kernel for INT4 weights and CUDA compute capability 9.0"
 
 
 def test_a_cpu_has_one_kernel_for_all_formats():
@@ -261,20 +255,15 @@ def test_a_layer_trains_by_the_instructions_that_serve_it(dtype):
     """Of rows that store values for a backward, some fit a w2 with FP8 tokens: in one family."""
     kernels = ("native", "mxfp4", "nvfp4", "nf4", "int4", "fp8", "w8a8")
     for name, tokens in itertools.product(kernels, (16, 1024, 4096)):
-        words = answer(
-            ("cuda", 90), "formats", name, "w8a8", tokens=tokens, dtype=DTYPES[dtype.upper()]
-        ).split()
+        problem = {"tokens": tokens, "dtype": DTYPES[dtype.upper()]}
+        words = answer(("cuda", 90), "formats", name, "w8a8", **problem).split()
         serves = ROWS[words[0]]
         saving = [
             row
             for row in CUDA_ROWS
             if (row.dtype, row.format) == (serves.dtype, serves.format)
             and (row.format == "NATIVE" or row.name in SAVING)
-            and any(
-                (w2.format, w2.dtype, w2.family, w2.block_m, w2.cluster)
-                == ("W8A8", row.dtype, row.family, row.block_m, row.cluster)
-                for w2 in CUDA_ROWS
-            )
+            and any(w2.format == "W8A8" and alignment(w2) == alignment(row) for w2 in CUDA_ROWS)
         ]
         assert ("SM90" in {row.family for row in saving}) == (serves.family == "SM90")
         assert saving and ROWS[words[7]].family == serves.family
@@ -285,8 +274,7 @@ def test_projections_of_fp8_and_others_share_an_alignment(pair):
     for capability, tokens in itertools.product((80, 86, 120), TOKENS):
         words = answer(("cuda", capability), "formats", *pair, tokens=tokens).split()
         row, of_w2 = ROWS[words[0]], ROWS[words[7]]
-        same = ("dtype", "family", "block_m", "cluster")
-        assert [getattr(row, name) for name in same] == [getattr(of_w2, name) for name in same]
+        assert alignment(row) == alignment(of_w2)
         assert [row.format, of_w2.format] == [name.upper().split("_")[0] for name in pair]
 
 

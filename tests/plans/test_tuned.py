@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -60,11 +61,8 @@ def test_other_layers_and_devices_keep_the_table():
     assert plan(1, plans, on=("cpu", 0)) == plan(1, [], on=("cpu", 0))
 
 
-def test_forcing_goes_before_tuning():
+def test_forcing_and_a_limit_go_before_tuning():
     assert plan(1, [(1, LARGE)], env={"MOELORA_FORCE_VARIANT": OLD})[0] == OLD
-
-
-def test_a_limit_goes_before_tuning():
     env = {"MOELORA_MAX_CC": "80"}
     table = plan(1, [], on=("cuda", 80))[0]
     for measured in (LARGE, OLD):
@@ -82,6 +80,13 @@ def no_plans():
     _C.clear_tuned_plans()
     yield
     _C.clear_tuned_plans()
+
+
+def warnings_of(folder, loaded):
+    """What loading a folder warns of, of whose plans as many are loaded."""
+    with pytest.warns(RuntimeWarning) as warned:
+        assert tuned.load(folder) == loaded
+    return [str(w.message) for w in warned]
 
 
 def layer_plan():
@@ -162,22 +167,31 @@ OF_GPU = {"type": "cuda", "units": 10**400}
     (content(device={"type": ["cuda"]}), "unhashable", 0),
     (content(plans={"1": "a\0b", "2": "\ud800"}), "null", 0),
     (" " * (tuned.MAX_BYTES + 1), "more than 1048576 bytes", 0),
+    (content(plans={"1": "a," * 100_000}), "100001 plans, wanted at most 1024", 0),
 ])  # fmt: skip
 def test_files_that_do_not_fit_are_warned_of(no_plans, tmp_path, data, message, loaded):
     data = json.dumps(data) if isinstance(data, dict) else data
     (tmp_path / "plans.json").write_bytes(data.encode() if isinstance(data, str) else data)
-    with pytest.warns(RuntimeWarning, match=message) as warned:
-        assert tuned.load(tmp_path) == loaded
-    assert all(len(str(w.message)) < 1000 for w in warned)
-    assert loaded or "plans.json" in str(warned[0].message)
+    said = warnings_of(tmp_path, loaded)
+    assert any(re.search(message, text) for text in said)
+    assert all(len(text) < 1000 for text in said)
+    assert loaded or ("plans.json" in said[0] and len(said) <= 2)
 
 
 @pytest.mark.parametrize("option", ["moelora", "dtype", "device", "layer", "plans"])
-def test_nested_options_are_warned_of(no_plans, tmp_path, option):
+def test_nested_options_and_escapes_of_terminals_are_warned_of(no_plans, tmp_path, option):
+    nasty = "\x1b[2J\r\n"
     text = json.dumps(content(**{option: "here"})).replace('"here"', NESTED)
-    (tmp_path / "plans.json").write_text(text)
-    with pytest.warns(RuntimeWarning, match=r"plans\.json"):
-        tuned.load(tmp_path)
+    (tmp_path / "nested.json").write_text(text)
+    for name, changed in {
+        "a\x1b[1m": {option: nasty},
+        "plan": {"plans": {"1": nasty}},
+        "tokens": {"plans": {nasty: "gemm_f32_scalar"}},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content(**changed)))
+    said = warnings_of(tmp_path, 2 if option == "moelora" else 0)
+    assert len(said) == 4 and all(text.isprintable() for text in said), said
+    assert sum(r"\x1b[2J" in text for text in said) >= 2
 
 
 def test_what_is_no_file_is_warned_of(no_plans, tmp_path):
@@ -185,17 +199,15 @@ def test_what_is_no_file_is_warned_of(no_plans, tmp_path):
     tuned.write(tmp_path, content())
     (tmp_path / "folder.json").mkdir()
     os.mkfifo(tmp_path / "pipe.json")
-    (tmp_path / "nowhere.json").symlink_to(tmp_path / "gone")
-    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
-    (tmp_path / "endless.json").symlink_to("/dev/zero")
-    with pytest.warns(RuntimeWarning) as warned:
-        assert tuned.load(tmp_path) == 1
-    told = " ".join(str(w.message) for w in warned)
-    for name in ("folder", "pipe", "nowhere", "loop", "endless"):
+    targets = {"nowhere": tmp_path / "gone", "loop": tmp_path / "loop.json", "endless": "/dev/zero"}
+    for name, target in targets.items():
+        (tmp_path / f"{name}.json").symlink_to(target)
+    told = " ".join(warnings_of(tmp_path, 1))
+    for name in ("folder", "pipe", *targets):
         assert f"{name}.json is not a file of tuned plans" in told
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "file"])
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "file", "gone"])
 def test_a_folder_that_is_none(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.warns(RuntimeWarning, match="MOELORA_CONFIG_DIR.*is not a folder"):
@@ -218,9 +230,6 @@ def test_the_environment_names_the_folder(no_plans, tmp_path, monkeypatch):
     tuned.write(tmp_path, content())
     tuned.load_configured()
     assert "gemm_f32_scalar" in layer_plan()
-    monkeypatch.setenv("MOELORA_CONFIG_DIR", str(tmp_path / "gone"))
-    with pytest.warns(RuntimeWarning, match="is not a folder"):
-        tuned.load_configured()
 
 
 def timed(median, spread=0.0):
@@ -332,24 +341,3 @@ def test_the_command_on_a_gpu(no_plans, tmp_path):
     assert tuned.load(tmp_path) == len(names)
     many = written["measured"]["score_us"]["256"]
     assert {v.split(",")[1].split("_")[0] for v in many if "," in v} == {"sort", "shrink", "sum"}
-
-
-def test_strings_of_a_file_do_not_reach_the_terminal(no_plans, tmp_path):
-    nasty = "\x1b[2J\r\n"
-    (tmp_path / "a\x1b[1m.json").write_text(json.dumps(content(plans={"1": nasty})))
-    (tmp_path / "b.json").write_text(json.dumps(content(moelora=nasty)))
-    (tmp_path / "c.json").write_text(json.dumps(content(dtype=nasty)))
-    (tmp_path / "d.json").write_text(json.dumps(content(plans={nasty: "gemm_f32_scalar"})))
-    with pytest.warns(RuntimeWarning) as caught:
-        tuned.load(tmp_path)
-    texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 4
-    assert all(text.isprintable() and r"\x1b[2J" in text for text in texts), texts
-
-
-def test_a_file_of_too_many_plans(no_plans, tmp_path):
-    """One warning, not as many as there are names."""
-    (tmp_path / "a.json").write_text(json.dumps(content(plans={"1": "a," * 100_000})))
-    with pytest.warns(RuntimeWarning, match="100001 plans, wanted at most 1024") as caught:
-        assert tuned.load(tmp_path) == 0
-    assert len(caught) == 1

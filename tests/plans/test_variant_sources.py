@@ -35,16 +35,9 @@ def test_sources_are_of_few_rows_and_one_folder_per_family():
         family = path.split("/")[2].removesuffix(".c")
         assert all(name.endswith(f"_{family}") for name in names)
         assert len(names) <= 5
-
-
-def test_sources_are_few_where_kernels_compile_fast():
-    texts = rows.sources(rows.rows(TABLE, "_bf16_"), together=True)
-    kinds = {re.sub(r"\d+\.cu", "", path) for path in texts}
-    assert kinds == {
-        "cuda/gemm/launchers.c",
-        *(f"cuda/gemm/sm80/{kind}_bf16_" for kind in ("gemm", "saving", "back")),
-        *(f"cuda/gemm/sm90/{kind}_bf16_" for kind in ("gemm", "saving", "back")),
-    }
+    together = rows.sources(rows.rows(TABLE, "_bf16_"), together=True)
+    kinds = {re.sub(r"\d+\.cu", "", path) for path in together}
+    assert len(kinds) == 2 * 3 + 1, "of each family gemm, saving and back, where that is fast"
 
 
 def test_hopper_sources_include_one_main_loop():
@@ -63,18 +56,6 @@ def test_hopper_sources_include_one_main_loop():
 
     for path, text in hopper.items():
         assert len(loops.intersection(closure(text))) == 1, path
-
-
-def test_rows_that_do_not_match_are_left_out():
-    texts = rows.sources(rows.rows(TABLE, "gemm_bf16_96x128x64_sm90"))
-    assert set(texts) == {
-        "cuda/gemm/sm90/gemm_bf16_native_1.cu",
-        "cuda/gemm/sm90/saving_bf16_native_1.cu",
-        "cuda/gemm/launchers.c",
-    }
-    for wrong, why in (("gemm_f64", "no GEMM variant matches"), ("(", "a regular expression")):
-        with pytest.raises(SystemExit, match=f"MOELORA_VARIANTS is '.*{why}"):
-            rows.rows(TABLE, wrong)
 
 
 def test_every_format_of_a_whole_layer_has_one_source():
