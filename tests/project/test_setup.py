@@ -99,10 +99,8 @@ def test_modules_that_moved_are_not_packed(project):
     assert (built / "moelora/gone.py").exists()
     gone.unlink()
     project.build("build")
-    assert {path.name for path in built.rglob("*.*") if path.is_file()} == {
-        "__init__.py",
-        "_C.abi3.so",
-    }
+    files = {path.name for path in built.rglob("*.*") if path.is_file()}
+    assert files == {"__init__.py", "_C.abi3.so"}
 
 
 def test_objects_follow_contents(project):
@@ -199,77 +197,78 @@ def test_a_source_is_compiled_for_what_its_folder_says(compiling, monkeypatch, a
 
 
 @pytest.mark.parametrize(
-    ("given", "archs"),
+    ("torchs", "ours", "archs"),
     [
-        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0"}, ["80", "90a"]),
-        ({"TORCH_CUDA_ARCH_LIST": "7.5 8.9 9.0a 12.0+PTX"}, ["89", "90a", "120"]),
-        ({"TORCH_CUDA_ARCH_LIST": "Turing;Ampere;Hopper"}, ["80", "86", "90a"]),
-        ({"TORCH_CUDA_ARCH_LIST": "8.6", "MOELORA_CUDA_ARCH": "100"}, ["100"]),
-        ({"TORCH_CUDA_ARCH_LIST": "", "MOELORA_CUDA_ARCH": ""}, ["80", "90a"]),
+        ("8.0;9.0", None, ["80", "90a"]),
+        ("7.5 8.9 9.0a 12.0+PTX", None, ["89", "90a", "120"]),
+        ("Turing;Ampere;Hopper", None, ["80", "86", "90a"]),
+        ("8.6", "100", ["100"]),
+        ("", "", ["80", "90a"]),
+        ("7.0;7.5", None, "need 8.0 or later; MOELORA_CUDA=0"),
+        ("8.0;sm_90", None, "'sm_90' is not an architec"),
     ],
 )
-def test_the_architectures_of_torchs_variable(compiling, monkeypatch, given, archs):
-    """As for torch's own extensions; ours goes first."""
-    for name in ("TORCH_CUDA_ARCH_LIST", "MOELORA_CUDA_ARCH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert compiling.cuda_archs() == archs
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("7.0;7.5", "need 8.0 or later; MOELORA_CUDA=0"), ("8.0;sm_90", "'sm_90' is not an architec")],
-)
-def test_architectures_that_are_none_are_named(compiling, monkeypatch, text, message):
+def test_the_architectures_of_torchs_variable(compiling, monkeypatch, torchs, ours, archs):
+    """As for torch's own extensions; ours goes first. Those that are none are named."""
     monkeypatch.delenv("MOELORA_CUDA_ARCH", raising=False)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
-    with pytest.raises(SystemExit, match=message):
-        compiling.cuda_archs()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", torchs)
+    if ours is not None:
+        monkeypatch.setenv("MOELORA_CUDA_ARCH", ours)
+    if isinstance(archs, list):
+        assert compiling.cuda_archs() == archs
+    else:
+        with pytest.raises(SystemExit, match=archs):
+            compiling.cuda_archs()
 
 
-@pytest.mark.parametrize(
-    "target, is_x86", [("x86_64-linux-gnu", True), ("aarch64-linux-gnu", False)]
-)
-def test_x86_sources_are_for_compilers_of_x86(compiling, monkeypatch, tmp_path, target, is_x86):
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_x86_sources_are_for_compilers_of_x86(compiling, monkeypatch, tmp_path, machine):
     """Whatever this machine is: cross compilers."""
-    monkeypatch.setattr(compiling, "CC", [str(script(tmp_path / "cc", f"echo {target}"))])
+    cc = script(tmp_path / "cc", f"echo {machine}-linux-gnu")
+    monkeypatch.setattr(compiling, "CC", [str(cc)])
     names = {source.stem for source in compiling.sources(["cpu"], None)}
     assert "gemm_scalar" in names
-    assert ("gemm_avx2" in names) == ("gemm_avx512bf16" in names) == is_x86
+    for name in ("gemm_avx2", "gemm_avx512bf16"):
+        assert (name in names) == (machine == "x86_64")
+
+
+class Nvcc:
+    """A small project that is built with CUDA."""
+
+    def __init__(self, project):
+        self.project, self.environment = project, project.nvcc()
+        self.script = Path(self.environment["NVCC"])
+
+    def replace(self, *texts):
+        self.script.write_text(self.script.read_text().replace(*texts))
+
+    def commands(self, **environment):
+        self.project.build(**self.environment, **environment)
+        return [" ".join(words) for words in self.project.nvcc_commands().values()]
 
 
 def test_machine_code_is_small(project):
     """No line tables unless asked for, and the best compression that the compiler has."""
-    environment = project.nvcc()
-    project.build(**environment)
-    for words in project.nvcc_commands().values():
-        assert "--compress-mode=size" in words
-        assert "-lineinfo" not in words
-    project.build(**environment, NVCCFLAGS="-lineinfo")
-    assert all("-lineinfo" in words for words in project.nvcc_commands().values())
-    nvcc = Path(environment["NVCC"])
-    nvcc.write_text(nvcc.read_text().replace("13.0", "12.6"))
-    project.build(**environment)
-    for words in project.nvcc_commands().values():
-        assert "--compress-mode=size" not in words
-        assert " -Xfatbin -compress-all " in " ".join(words)
+    nvcc = Nvcc(project)
+    for words in nvcc.commands():
+        assert "--compress-mode=size" in words and "-lineinfo" not in words
+    assert all("-lineinfo" in words for words in nvcc.commands(NVCCFLAGS="-lineinfo"))
+    nvcc.replace("13.0", "12.6")
+    for words in nvcc.commands():
+        assert "--compress-mode=size" not in words and " -Xfatbin -compress-all " in words
 
 
 def test_a_fast_build_only_compiles(project):
     """Without optimization, and without what ptxas says of optimized code alone."""
-    environment = project.nvcc()
-    nvcc = Path(environment["NVCC"])
+    nvcc = Nvcc(project)
     loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async are serialized"
-    nvcc.write_text(nvcc.read_text().replace("cp ", f"echo '{loss}' >&2; cp "))
-    project.build(**environment, MOELORA_CUDA_FAST="1", MOELORA_WERROR="1")
-    for words in project.nvcc_commands().values():
-        assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words}
+    nvcc.replace("cp ", f"echo '{loss}' >&2; cp ")
+    for words in nvcc.commands(MOELORA_CUDA_FAST="1", MOELORA_WERROR="1"):
+        assert "-Ofc=max" in words and not {"-O3", "-v", "--compress-mode=size"} & {*words.split()}
     with pytest.raises(AssertionError, match="warnings are errors"):
-        project.build(**environment, MOELORA_WERROR="1")
-    nvcc.write_text(nvcc.read_text().replace("13.0", "12.8"))
-    project.build(**environment, MOELORA_CUDA_FAST="1")
-    assert all("-Ofc=max" not in words for words in project.nvcc_commands().values())
+        nvcc.commands(MOELORA_WERROR="1")
+    nvcc.replace("13.0", "12.8")
+    assert all("-Ofc=max" not in words for words in nvcc.commands(MOELORA_CUDA_FAST="1"))
 
 
 def test_spare_cores_share_the_architectures_of_a_file(project):
@@ -322,17 +321,27 @@ def test_spills_and_serialized_products_are_found(compiling, monkeypatch):
     clean = compiling.report_ptxas(source, PTXAS.format(stack=0, stores=0, loads=0))
     assert clean == (", 1 kernels, at most 168 registers", "")
     assert compiling.report_ptxas(source, PTXAS.format(stack=16, stores=16, loads=40))[1] == ""
-    _, text = compiling.report_ptxas(source, PTXAS.format(stack=24, stores=20, loads=12))
-    assert "_Z4gemmv for sm_90a" in text
-    assert "20 bytes spill stores" in text
     large = source.with_name("gemm_bf16_w8a8_1.cu")
     assert compiling.report_ptxas(large, PTXAS.format(stack=208, stores=404, loads=372))[1] == ""
-    assert (
-        "700 bytes" in compiling.report_ptxas(large, PTXAS.format(stack=9, stores=700, loads=9))[1]
-    )
-    assert "warning" in compiling.report_ptxas(source, "gemm.cu(3): warning #177-D: unused")[1]
     loss = "ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are "
-    assert "C7520" in compiling.report_ptxas(source, loss + "serialized due to ... '_Z4gemmv'")[1]
+    for path, said, problem in (
+        (source, PTXAS.format(stack=24, stores=20, loads=12), "_Z4gemmv for sm_90a"),
+        (source, PTXAS.format(stack=24, stores=20, loads=12), "20 bytes spill stores"),
+        (large, PTXAS.format(stack=9, stores=700, loads=9), "700 bytes"),
+        (source, "gemm.cu(3): warning #177-D: unused", "warning"),
+        (source, loss + "serialized due to ... '_Z4gemmv'", "C7520"),
+    ):
+        assert problem in compiling.report_ptxas(path, said)[1]
+
+
+def make(words, folder, programs, environment):
+    """What make says where these scripts are in its environment's folder, and first on PATH."""
+    for name, text in programs.items():
+        script(folder / name, text)
+    environment = {k: v for k, v in environment.items() if not k.startswith("MAKE")}
+    environment["PATH"] = f"{folder}:{environment['PATH']}"
+    words = ("make", "-s", *words, f"VENV={folder}", f"PY={folder}/python")
+    return output(*words, cwd=ROOT, env=environment)
 
 
 FIRST = "cuda=0 arch=\ndemo\n"  # the C code, and the demo on it
@@ -342,33 +351,23 @@ THEN = "That was the demo. Now the CUDA kernels for this machine, some minutes:\
 @pytest.mark.parametrize(
     ("target", "gpu", "given", "wanted"),
     [
-        ("demo", "9.0\n9.0", {}, f"{FIRST}{THEN}cuda= arch=90a\n"),
-        ("demo", "8.0\n12.0", {}, f"{FIRST}{THEN}cuda= arch=120;80\n"),
-        (
-            "demo",
-            "9.0",
-            {"MOELORA_CUDA_ARCH": "80"},
-            f"cuda=0 arch=80\ndemo\n{THEN}cuda= arch=80\n",
-        ),
-        ("demo", "9.0", {"MOELORA_CUDA": "0"}, FIRST),
-        ("demo", "", {}, FIRST),
-        ("demo", "", {"MOELORA_CUDA": "1"}, f"{FIRST}{THEN}cuda=1 arch=\n"),
-        ("build", "", {}, "cuda= arch=\n"),
-        ("test", "9.0", {}, "cuda= arch=\n"),
-        ("test", "9.0", {"FEW_KERNELS": "1"}, "cuda= arch=80 few\n"),
-        ("test", "", {}, "cuda= arch=80 few\n"),
-        ("test", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a few\n"),
-        ("test", "", {"MOELORA_VARIANTS": "", "MOELORA_CUDA_FAST": "0"}, "cuda= arch=80\n"),
-        ("nightly", "", {}, "cuda= arch=release\n"),
-        ("wheel", "", {}, "cuda= arch=release\n"),
-        ("wheel", "", {"MOELORA_CUDA_ARCH": "90a"}, "cuda= arch=90a\n"),
-        ("wheel", "", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "cuda= arch=\n"),
-        (
-            "demo",
-            "9.0",
-            {"TORCH_CUDA_ARCH_LIST": "8.0"},
-            f"cuda=0 arch=\ndemo\n{THEN}cuda= arch=\n",
-        ),
+        ("demo", "9.0\n9.0", "", f"{FIRST}{THEN}cuda= arch=90a\n"),
+        ("demo", "8.0\n12.0", "", f"{FIRST}{THEN}cuda= arch=120;80\n"),
+        ("demo", "9.0", "MOELORA_CUDA_ARCH=80", f"cuda=0 arch=80\ndemo\n{THEN}cuda= arch=80\n"),
+        ("demo", "9.0", "TORCH_CUDA_ARCH_LIST=8.0", f"{FIRST}{THEN}cuda= arch=\n"),
+        ("demo", "9.0", "MOELORA_CUDA=0", FIRST),
+        ("demo", "", "", FIRST),
+        ("demo", "", "MOELORA_CUDA=1", f"{FIRST}{THEN}cuda=1 arch=\n"),
+        ("build", "", "", "cuda= arch=\n"),
+        ("test", "9.0", "", "cuda= arch=\n"),
+        ("test", "9.0", "FEW_KERNELS=1", "cuda= arch=80 few\n"),
+        ("test", "", "", "cuda= arch=80 few\n"),
+        ("test", "", "MOELORA_CUDA_ARCH=90a", "cuda= arch=90a few\n"),
+        ("test", "", "MOELORA_VARIANTS= MOELORA_CUDA_FAST=0", "cuda= arch=80\n"),
+        ("nightly", "", "", "cuda= arch=release\n"),
+        ("wheel", "", "", "cuda= arch=release\n"),
+        ("wheel", "", "MOELORA_CUDA_ARCH=90a", "cuda= arch=90a\n"),
+        ("wheel", "", "TORCH_CUDA_ARCH_LIST=9.0", "cuda= arch=\n"),
     ],
 )
 def test_what_make_builds(tmp_path, target, gpu, given, wanted):
@@ -376,20 +375,22 @@ def test_what_make_builds(tmp_path, target, gpu, given, wanted):
     Tests without a GPU a few kernels, as CI."""
     few = "${MOELORA_VARIANTS:+ few}"
     settings = f'echo "cuda=$MOELORA_CUDA arch=$MOELORA_CUDA_ARCH{few}"'
-    for name, text in {
-        "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
-        "python": 'case "$*" in *demo.py) echo demo;; '
-        f'*build_ext*|*"pip wheel"*) {settings};; esac',
-    }.items():
-        script(tmp_path / name, text)
+    builds = f'*build_ext*|*"pip wheel"*) {settings}'
     for name in (".ready", ".editable"):
         (tmp_path / name).write_text("")
-    drop = ("MOELORA_", "TORCH_CUDA_ARCH_LIST", "FEW_KERNELS", "MAKE")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", **given}
-    words = [f"VENV={tmp_path}", f"PY={tmp_path}/python"]
-    words += ["MAKE=true"] if target in ("test", "nightly") else []  # only what is built first
-    assert output("make", "-s", target, *words, cwd=ROOT, env=environment) == wanted
+    drop = ("MOELORA_", "TORCH_CUDA_ARCH_LIST", "FEW_KERNELS")
+    environment = dict(word.split("=") for word in given.split())
+    more = ["MAKE=true"] if target in ("test", "nightly") else []  # only what is built first
+    said = make(
+        (target, *more),
+        tmp_path,
+        {
+            "nvidia-smi": f"""test "$1" = -L || printf '%s\\n' '{gpu}'; test '{gpu}'""",
+            "python": f'case "$*" in *demo.py) echo demo;; {builds};; esac',
+        },
+        {k: v for k, v in os.environ.items() if not k.startswith(drop)} | environment,
+    )
+    assert said == wanted
 
 
 CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -409,16 +410,13 @@ def test_torch_is_that_of_the_machine_and_its_size_is_said_first(
     tmp_path, gpu, configured, index, size
 ):
     """Without a GPU nobody downloads CUDA's libraries; pip's configuration goes first."""
-    for name, text in {
+    programs = {
         "nvidia-smi": f"exit {0 if gpu else 9}",
         "python3": "exit 0",
         "python": f'case "$*" in *config*) echo "{configured}";; *) echo "$@";; esac',
-    }.items():
-        script(tmp_path / name, text)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"}
-    words = [f"VENV={tmp_path}", f"PY={tmp_path}/python", f"PYTHON={tmp_path}/python3"]
-    said = output("make", "-s", f"{tmp_path}/.ready", *words, cwd=ROOT, env=environment)
+    }
+    words = (f"{tmp_path}/.ready", f"PYTHON={tmp_path}/python3")
+    said = make(words, tmp_path, programs, os.environ)
     first, torch, others = said.splitlines()
     assert size in first
     wanted = (ROOT / "requirements-torch.txt").read_text().split()
