@@ -1,11 +1,9 @@
 /* The engine must detect missing waits, out-of-bounds accesses and deadlocks. Kernels with and
- * without each fault; conversions to e4m3 and back. */
+ * without each fault. */
 #include <signal.h>
 #include <stdio.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <cuda_fp8.h>
 
 #include "cuda/ptx/hopper.cuh"
 
@@ -89,25 +87,7 @@ static void expect(const char *what, void (*kernel)(), const char *copies, int w
         fprintf(stderr, "test_engine: %s, copies %s: %d, expected %d\n", what, copies, got, wanted);
 }
 
-/* Every e4m3 number, zeros included, and the middle between two of them, which goes to the even
- * one.
- */
-static void expect_conversions() {
-  for (int code = 0; code < 255; code++) {
-    if ((code & 0x7f) == 0x7f) // NaN
-      continue;
-    const float number = emulation::from_e4m3((uint8_t)code);
-    const int next = (code & 0x7f) == 0x7e ? code : code + 1;
-    const float middle = (number + emulation::from_e4m3((uint8_t)next)) / 2;
-    const int even = code % 2 ? next : code;
-    if (emulation::to_e4m3(number) != code || emulation::to_e4m3(middle) != even)
-      failures++, fprintf(stderr, "test_engine: e4m3 %02x becomes %02x, its middle %02x\n", code,
-                          emulation::to_e4m3(number), emulation::to_e4m3(middle));
-  }
-}
-
 int main() {
-  expect_conversions();
   for (const char *copies : {"now", "late", "any"}) {
     expect("a copy", copy<true, true>, copies, 0);
     expect("a bulk copy", bulk<true>, copies, 0);

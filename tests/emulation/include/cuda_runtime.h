@@ -18,42 +18,23 @@
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-struct alignas(8) float2 {
-  float x, y;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-inline int2 make_int2(int x, int y) {
-  return {x, y};
-}
-inline int4 make_int4(int x, int y, int z, int w) {
-  return {x, y, z, w};
-}
-inline uint2 make_uint2(unsigned x, unsigned y) {
-  return {x, y};
-}
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
-  return {x, y, z, w};
-}
-inline float2 make_float2(float x, float y) {
-  return {x, y};
-}
-inline float4 make_float4(float x, float y, float z, float w) {
-  return {x, y, z, w};
-}
+#define VECTORS(NAME, TYPE)                                                                        \
+  struct alignas(8) NAME##2 {                                                                      \
+    TYPE x, y;                                                                                     \
+  };                                                                                               \
+  struct alignas(16) NAME##4 {                                                                     \
+    TYPE x, y, z, w;                                                                               \
+  };                                                                                               \
+  inline NAME##2 make_##NAME##2(TYPE x, TYPE y) {                                                  \
+    return {x, y};                                                                                 \
+  }                                                                                                \
+  inline NAME##4 make_##NAME##4(TYPE x, TYPE y, TYPE z, TYPE w) {                                  \
+    return {x, y, z, w};                                                                           \
+  }
+VECTORS(int, int)
+VECTORS(uint, unsigned)
+VECTORS(float, float)
+#undef VECTORS
 
 template <class A, class B> constexpr auto min(A a, B b) -> decltype(a + b) {
   using C = decltype(a + b);
@@ -230,26 +211,18 @@ template <class T> uint32_t __match_any_sync(uint32_t mask, T v) {
   return mine.same;
 }
 
-template <class T, class V> T atomicAdd(T *p, V v) {
-  const T old = *p;
-  *p = (T)(old + (T)v);
-  return old;
-}
-template <class T, class V> T atomicSub(T *p, V v) {
-  const T old = *p;
-  *p = (T)(old - (T)v);
-  return old;
-}
-template <class T, class V> T atomicOr(T *p, V v) {
-  const T old = *p;
-  *p = (T)(old | (T)v);
-  return old;
-}
-template <class T, class V> T atomicMax(T *p, V v) {
-  const T old = *p;
-  *p = old > (T)v ? old : (T)v;
-  return old;
-}
+/* Sets *p to NEW, of its value `old` and of v; returns `old`. */
+#define ATOMIC(NAME, NEW)                                                                          \
+  template <class T, class V> T NAME(T *p, V v) {                                                  \
+    const T old = *p;                                                                              \
+    *p = (T)(NEW);                                                                                 \
+    return old;                                                                                    \
+  }
+ATOMIC(atomicAdd, old + (T)v)
+ATOMIC(atomicSub, old - (T)v)
+ATOMIC(atomicOr, old | (T)v)
+ATOMIC(atomicMax, old > (T)v ? old : (T)v)
+#undef ATOMIC
 
 /* ---- host side ---- */
 
@@ -337,27 +310,13 @@ inline cudaError_t cudaSetDevice(int device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr name, int) {
   const int capability = emulation::capability();
-  switch (name) {
-  case cudaDevAttrComputeCapabilityMajor:
-    *value = capability / 10;
-    break;
-  case cudaDevAttrComputeCapabilityMinor:
-    *value = capability % 10;
-    break;
-  case cudaDevAttrMultiProcessorCount:
-    *value = emulation::num_sms();
-    break;
-  case cudaDevAttrL2CacheSize:
-    *value = 50 << 20;
-    break;
-  case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-    *value = capability == 80 ? 163 << 10 : (int)emulation::kDynamic;
-    break;
-  case cudaDevAttrClockRate:
-  case cudaDevAttrMemoryClockRate:
-  case cudaDevAttrGlobalMemoryBusWidth:
-    *value = 0;
-  }
+  const int shared = capability == 80 ? 163 << 10 : (int)emulation::kDynamic;
+  *value = name == cudaDevAttrComputeCapabilityMajor         ? capability / 10
+           : name == cudaDevAttrComputeCapabilityMinor       ? capability % 10
+           : name == cudaDevAttrMultiProcessorCount          ? emulation::num_sms()
+           : name == cudaDevAttrL2CacheSize                  ? 50 << 20
+           : name == cudaDevAttrMaxSharedMemoryPerBlockOptin ? shared
+                                                             : 0; /* clocks, width of the bus */
   return cudaSuccess;
 }
 template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *to, F) {
