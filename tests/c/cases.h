@@ -207,6 +207,17 @@ static inline void check_close(const char *what, const moelora_tensor *out, cons
     FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
 }
 
+/* Compares `out` with what the loops of naive.h make of a call. */
+#define CHECK_LOOPS(NAME, ARGS, OUT)                                                               \
+  do {                                                                                             \
+    const int64_t count_ = count_of(OUT);                                                          \
+    double *exact_ = allocate((size_t)count_ * sizeof *exact_);                                    \
+    double *rounded_ = allocate((size_t)count_ * sizeof *rounded_);                                \
+    naive_##NAME(ARGS, (rounding){0}, exact_);                                                     \
+    naive_##NAME(ARGS, (rounding){true, (OUT)->dtype}, rounded_);                                  \
+    check_close(#NAME, OUT, exact_, rounded_, count_);                                             \
+  } while (0)
+
 static inline moelora_dtype dtype_of(const char *variant) {
   return strstr(variant, "_bf16_")  ? MOELORA_BF16
          : strstr(variant, "_f16_") ? MOELORA_F16

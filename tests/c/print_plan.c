@@ -105,6 +105,8 @@ static int shared_kib(int capability) {
   }
 }
 
+static const char *subject = ""; /* the first argument */
+
 static const char *name_of(const moelora_variant *variant) {
   return variant ? variant->name : "-";
 }
@@ -154,8 +156,9 @@ static void print_backward(const moelora_experts_problem *layer,
            name_of(plan.align.rows.variant), name_of(plan.sum));
 }
 
-static void print_back_projection(const moelora_experts_problem *layer,
-                                  const moelora_device_info *device, bool alone) {
+static void print_projection(const moelora_experts_problem *layer,
+                             const moelora_device_info *device) {
+  const bool alone = strcmp(subject, "alone") == 0;
   const int64_t n = layer->w13.n;
   moelora_gemm_backward_problem problem = {
       .forward =
@@ -177,16 +180,6 @@ static void print_back_projection(const moelora_experts_problem *layer,
   if (planned(moelora_plan_gemm_backward(&problem, device, &plan)))
     printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m, name_of(plan.shrink.variant),
            name_of(plan.sum));
-}
-
-static void print_projection(const moelora_experts_problem *layer,
-                             const moelora_device_info *device) {
-  print_back_projection(layer, device, false);
-}
-
-static void print_adapters(const moelora_experts_problem *layer,
-                           const moelora_device_info *device) {
-  print_back_projection(layer, device, true);
 }
 
 static void print_layer(const moelora_experts_problem *layer, const moelora_device_info *device) {
@@ -239,12 +232,13 @@ static const struct {
   void (*print)(const moelora_experts_problem *, const moelora_device_info *);
 } subjects[] = {{"delta", print_delta},        {"listed", print_listed},
                 {"tiles", print_tiles},        {"backward", print_backward},
-                {"project", print_projection}, {"alone", print_adapters}};
+                {"project", print_projection}, {"alone", print_projection}};
 
 int main(int argc, char **argv) {
   void (*print)(const moelora_experts_problem *, const moelora_device_info *) = print_layer;
+  subject = argc > 1 ? argv[1] : "";
   for (size_t i = 0; i < sizeof subjects / sizeof *subjects; i++)
-    if (argc > 1 && strcmp(argv[1], subjects[i].name) == 0)
+    if (strcmp(subject, subjects[i].name) == 0)
       print = subjects[i].print;
   /* The environment is read once: what a process puts there afterwards is in no message. */
   moelora_check_environment();

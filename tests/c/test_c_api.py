@@ -20,17 +20,17 @@ NOT_READ = {"experts_backward": {"forward.out"}, "gemm_backward": {"forward.out"
 EXAMPLES = sorted((ROOT / "examples/c").glob("*.c"))
 
 
-def test_there_are_programs():
-    assert len(PROGRAMS) >= 3 and len(EXAMPLES) >= 1
-    assert CASES.keys() <= {program.stem for program in PROGRAMS}
+def passes(source, folder, *args, more=()):
+    """What a program says that ends well under sanitizers."""
+    done = run(compile_program(source, folder, sanitize=True, more=more), *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("source", PROGRAMS, ids=lambda p: p.stem)
 def test_program(source, tmp_path):
     cases = [] if NIGHTLY or source.stem not in CASES else [str(CASES[source.stem])]
-    done = run(compile_program(source, tmp_path, sanitize=True), *cases)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{source.stem}: ")
+    assert passes(source, tmp_path, *cases).startswith(f"{source.stem}: ")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX, --wrap")
@@ -38,25 +38,20 @@ def test_program_on_emulated_amx(tmp_path):
     """What surrounds the tiles, on machines without them: passes over K and scratch memory."""
     wrapped = [f"-Wl,--wrap=moelora_cpu_{function}" for function in ("isa", "kernels_of")]
     more = (str(ROOT / "tests/c/emulated_amx.c"), *wrapped)
-    source = ROOT / "tests/c/test_quantized.c"
-    done = run(compile_program(source, tmp_path, sanitize=True, more=more), "7")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("test_quantized: ")
+    assert passes(ROOT / "tests/c/test_quantized.c", tmp_path, "7", more=more)
 
 
 def test_random_arguments(tmp_path):
     """A few of what `make fuzz` tries; the same ones every time."""
     calls = str(extent(nightly=60000, ci=8000))
-    done = run(compile_program(ROOT / "tests/c/fuzz_api.c", tmp_path, sanitize=True), calls, "1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"fuzz_api: {calls} calls")
+    said = passes(ROOT / "tests/c/fuzz_api.c", tmp_path, calls, "1")
+    assert said.startswith(f"fuzz_api: {calls} calls")
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=lambda p: p.stem)
 def test_example(source, tmp_path):
-    done = run(compile_program(source, tmp_path, sanitize=True))
-    assert done.returncode == 0, done.stdout + done.stderr
-    differences = re.findall(r"max difference (\S+) of (\S+)", done.stdout)
+    said = passes(source, tmp_path)
+    differences = re.findall(r"max difference (\S+) of (\S+)", said)
     assert len(differences) >= 3
     assert all(float(difference) < 1e-5 * float(scale) for difference, scale in differences)
 
@@ -95,18 +90,14 @@ def test_the_library_allocates_nothing_and_knows_no_runtime():
 
 
 @pytest.mark.parametrize("language", ["c", "c++"])
-def test_the_public_header_stands_alone(language, tmp_path):
+def test_the_public_header_stands_alone(language):
     compiler = shutil.which("cc" if language == "c" else "c++")
     if not compiler:
         pytest.skip(f"no {language} compiler")
-    standard = {"c": "-std=c11", "c++": "-std=c++11"}[language]
-    source = tmp_path / "user"
-    source.write_text(
-        '#include "moelora.h"\nint main(void) { return moelora_has_device(MOELORA_CPU); }\n'
-    )
-    command = [compiler, "-x", language, standard, "-pedantic", "-Wall", "-Wextra", "-Werror"]
-    command += [f"-I{ROOT / 'csrc'}", "-fsyntax-only", source]
-    done = subprocess.run(command, capture_output=True, text=True)
+    source = '#include "moelora.h"\nint main(void) { return moelora_has_device(MOELORA_CPU); }\n'
+    command = [compiler, "-x", language, f"-std={language}11", "-pedantic", "-Wall", "-Wextra"]
+    command += ["-Werror", f"-I{ROOT / 'csrc'}", "-fsyntax-only", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

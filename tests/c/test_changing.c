@@ -315,12 +315,8 @@ static void test_any_time(int64_t tokens, int64_t top_k, int rounds) {
   stop_flipping(thread);
 
   /* After the last change, results are as usual. */
-  const int64_t count = count_of(&o.gemm.out);
-  double *exact = allocate((size_t)count * 8), *rounded = allocate((size_t)count * 8);
   compute(&o, GEMM, serial);
-  naive_gemm(&o.gemm, (rounding){0}, exact);
-  naive_gemm(&o.gemm, (rounding){true, MOELORA_F32}, rounded);
-  check_close("gemm afterwards", &o.gemm.out, exact, rounded, count);
+  CHECK_LOOPS(gemm, &o.gemm, &o.gemm.out);
   release_all();
 }
 

@@ -51,12 +51,10 @@ static void test_align_errors(void) {
           "topk_ids has elements but its data is NULL, expected memory on the device of the call: "
           "bring it back if it was freed or offloaded",
           a.routing.topk_ids.data = NULL);
-  a = base, a.routing.topk_ids.data = (char *)a.routing.topk_ids.data + 4;
-  a.routing.topk_ids.dtype = MOELORA_I64;
-  char text[160];
+  char text[160], *odd = (char *)base.routing.topk_ids.data + 4;
   snprintf(text, sizeof text, "topk_ids starts at %p, expected a multiple of the 8 bytes of int64",
-           a.routing.topk_ids.data);
-  CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, text);
+           (void *)odd);
+  REFUSED(base, text, a.routing.topk_ids.data = odd, a.routing.topk_ids.dtype = MOELORA_I64);
 
   REFUSED(sorting, "topk_weights is absent, expected a tensor [M, top_k]",
           a.routing.topk_weights = absent);
@@ -81,8 +79,6 @@ static void test_align_errors(void) {
           a.adapters.token_lora_mapping.size[0] = 4);
   REFUSED(uniform, "token_lora_mapping has dtype bool, expected int32 or int64",
           a.adapters.token_lora_mapping.dtype = MOELORA_BOOL);
-  REFUSED(uniform, "token_lora_mapping has 2 dimensions, expected 1: [M]",
-          a.adapters.token_lora_mapping.ndim = 2);
   REFUSED(
       uniform,
       "adapter_enabled.size(0) is 4, expected max_loras, which is 2, or max_loras + 1, which is 3",

@@ -53,12 +53,7 @@ static void test_gemm(moelora_dtype dtype, uint64_t number, bool e4m3) {
     CHECK_RUN(gemm, &dense, serial);
     CHECK(same_bytes(&args.out, &dense.out));
   }
-  const int64_t count = count_of(&args.out);
-  double *exact = allocate((size_t)count * sizeof *exact);
-  double *rounded = allocate((size_t)count * sizeof *rounded);
-  naive_gemm(&dense, (rounding){0}, exact);
-  naive_gemm(&dense, (rounding){true, dtype}, rounded);
-  check_close("gemm", &args.out, exact, rounded, count);
+  CHECK_LOOPS(gemm, &dense, &args.out);
   release_all();
 }
 
@@ -102,12 +97,7 @@ static void test_experts(moelora_dtype dtype, uint64_t number) {
   CHECK_RUN(experts, &args, maybe() ? serial : threaded);
   CHECK_RUN(experts, &dense, serial);
   CHECK(same_bytes(&args.out, &dense.out));
-  const int64_t count = count_of(&dense.out);
-  double *exact = allocate((size_t)count * sizeof *exact);
-  double *rounded = allocate((size_t)count * sizeof *rounded);
-  naive_experts(&dense, (rounding){0}, exact);
-  naive_experts(&dense, (rounding){true, dtype}, rounded);
-  check_close("layer", &dense.out, exact, rounded, count);
+  CHECK_LOOPS(experts, &dense, &dense.out);
   release_all();
 }
 

@@ -158,12 +158,8 @@ def test_alignment_equals_the_cpu(name, mix):
     weights = torch.rand(tokens, top_k)
     arguments = {"topk_ids": ids, "token_lora_mapping": mapping, "num_experts": experts}
     arguments |= {"block_size": block_size, "max_loras": adapters, "adapter_enabled": enabled}
-    assert_same(
-        *(
-            every_alignment(OPERATORS, device, weights, **arguments, expert_map=None)
-            for device in (GPU, "cpu")
-        )
-    )
+    gpus = every_alignment(OPERATORS, GPU, weights, **arguments, expert_map=None)
+    assert_same(gpus, every_alignment(OPERATORS, "cpu", weights, **arguments, expert_map=None))
 
 
 def test_alignment_of_strided_ids_with_an_expert_map():
@@ -222,18 +218,8 @@ def test_adapter_offsets_beyond_int32():
     needs_memory(16)
     experts, hidden, inter, rank, slots = 256, 7168, 64, 64, 20
     assert (slots - 1) * experts * rank * hidden > 2**31
-    spec = Spec(
-        tokens=14,
-        top_k=2,
-        experts=3,
-        hidden=hidden,
-        inter=inter,
-        ranks=(rank, rank),
-        mix="many",
-        slices=1,
-        dtype=torch.bfloat16,
-    )
-    p = spec.build()
+    sizes = {"hidden": hidden, "inter": inter, "ranks": (rank, rank), "slices": 1}
+    p = Spec(tokens=14, experts=3, **sizes, mix="many", dtype=torch.bfloat16).build()
     assert {0, 1} <= set(p.token_lora_mapping.tolist())
     large = among(p.to(GPU), experts, [0, 1, 255], slots, [0, 19])
     y = moelora.fused_experts_lora(**large.kwargs())
@@ -247,13 +233,14 @@ def test_row_offsets_beyond_int32():
     needs_memory(40)
     hidden = 4096
     tokens = 2**31 // hidden + 1500
-    p = Spec(
-        tokens=8, top_k=1, experts=2, hidden=hidden, inter=64, ranks=(8, 16), dtype=torch.bfloat16
-    ).build()
+    sizes = {"hidden": hidden, "inter": 64, "ranks": (8, 16), "dtype": torch.bfloat16}
+    p = Spec(tokens=8, top_k=1, experts=2, **sizes).build()
     make = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 2, (tokens, 1), generator=make, dtype=torch.int32)
-    mapping = torch.randint(-1, 2, (tokens,), generator=make, dtype=torch.int32)
-    weights = torch.rand(tokens, 1, generator=make)
+    routing = {
+        "topk_ids": torch.randint(0, 2, (tokens, 1), generator=make, dtype=torch.int32),
+        "token_lora_mapping": torch.randint(-1, 2, (tokens,), generator=make, dtype=torch.int32),
+        "topk_weights": torch.rand(tokens, 1, generator=make),
+    }
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=GPU)
     edge = 2**31 // hidden
     windows = [0, 1, edge // 2, *range(edge - 2, edge + 2), tokens - 2, tokens - 1]
@@ -261,17 +248,10 @@ def test_row_offsets_beyond_int32():
         p,
         hidden_states=x[windows].cpu(),
         rows=torch.randn(tokens, 64, dtype=torch.bfloat16)[windows],
-        topk_ids=ids[windows],
-        topk_weights=weights[windows],
-        token_lora_mapping=mapping[windows],
+        **{name: t[windows] for name, t in routing.items()},
     )
-    there = replace(
-        p.to(GPU),
-        hidden_states=x,
-        topk_ids=ids.to(GPU),
-        topk_weights=weights.to(GPU),
-        token_lora_mapping=mapping.to(GPU),
-    )
+    routing = {name: t.to(GPU) for name, t in routing.items()}
+    there = replace(p.to(GPU), hidden_states=x, **routing)
     y = moelora.fused_experts_lora(**there.kwargs())[windows]
     ref = fused_experts_lora_ref(**small.kwargs())
     assert_close_to_ref(y, ref, naive_fused_experts_lora(**small.kwargs()), torch.bfloat16)

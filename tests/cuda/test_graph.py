@@ -24,10 +24,7 @@ from streams import Captured, busy_stream
 
 import moelora
 from moelora import _C
-from moelora.reference import (
-    fused_moe_lora_gemm_ref,
-    naive_fused_moe_lora_gemm,
-)
+from moelora.reference import fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -46,16 +43,8 @@ def layer_problem(
     tokens: int, dtype: torch.dtype, top_k: int = 2, form: str = NATIVE
 ) -> Problem | Quantized:
     """All factors are finite, so that any slot may later have any rank and be on or off."""
-    spec = Spec(
-        tokens=tokens,
-        top_k=top_k,
-        experts=8,
-        hidden=192,
-        inter=136,
-        ranks=(RANK,) * SLOTS,
-        mix="many",
-    )
-    p = made(spec, form, dtype)
+    sizes = {"experts": 8, "hidden": 192, "inter": 136}
+    p = made(Spec(tokens, top_k, **sizes, ranks=(RANK,) * SLOTS, mix="many"), form, dtype)
     every = torch.ones(SLOTS, dtype=torch.bool)
     return with_dense(p, replace(dense(p), adapter_enabled=every))
 
@@ -110,40 +99,42 @@ def check_projection(y: torch.Tensor, p: Problem | Quantized, projection: str) -
     assert_close_to_ref(y, ref, naive, y.dtype)
 
 
-@every_form
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4, 7, 33, 300])
-def test_layer(tokens, dtype, form):
-    first = layer_problem(tokens, dtype, form=form)
+def check_replays(first: Problem | Quantized, call, check) -> None:
+    """One capture serves every variation: `check(y, problem)`, and the bits of an eager call."""
     there = first.to("cuda")
-    captured = Captured(lambda: moelora.fused_experts_lora(**there.kwargs()))
-    if tokens == 1:
-        hopper = torch.cuda.get_device_capability() == (9, 0)
-        assert ("decode_" in _C.last_plan()) == (has_four_bits(form) and not hopper)
+    captured = Captured(lambda: call(there))
     for name, values in variations(dense(first)):
         overwrite(dense(there), values)
         p = with_dense(first, values)
         y = captured.replay()
-        assert same_bits(y, moelora.fused_experts_lora(**p.to("cuda").kwargs())), name
+        assert same_bits(y, call(p.to("cuda"))), name
         with naming(name):
-            check_layer(y, p)
+            check(y, p)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 7, 33, 300])
+def test_layer(tokens, dtype, form):
+    def call(p):
+        y = moelora.fused_experts_lora(**p.kwargs())
+        if tokens == 1:
+            hopper = torch.cuda.get_device_capability() == (9, 0)
+            assert ("decode_" in _C.last_plan()) == (has_four_bits(form) and not hopper)
+        return y
+
+    check_replays(layer_problem(tokens, dtype, form=form), call, check_layer)
 
 
 @every_form
 @pytest.mark.parametrize("projection", ["w13", "w2"])
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 def test_projection(tokens, projection, form):
-    first = layer_problem(tokens, torch.bfloat16, form=form)
-    there = first.to("cuda")
-    captured = Captured(lambda: moelora.fused_moe_lora_gemm(**there.gemm_kwargs(projection)))
-    for name, values in variations(dense(first)):
-        overwrite(dense(there), values)
-        p = with_dense(first, values)
-        y = captured.replay()
-        eager = moelora.fused_moe_lora_gemm(**p.to("cuda").gemm_kwargs(projection))
-        assert same_bits(y, eager), name
-        with naming(name):
-            check_projection(y, p, projection)
+    check_replays(
+        layer_problem(tokens, torch.bfloat16, form=form),
+        lambda p: moelora.fused_moe_lora_gemm(**p.gemm_kwargs(projection)),
+        lambda y, p: check_projection(y, p, projection),
+    )
 
 
 # One launch, two launches, also with the most keys, and two sorts (more pairs than shared memory

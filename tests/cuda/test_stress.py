@@ -36,20 +36,11 @@ class Bank:
     """Batches of `tokens` for one layer, and what an eager call makes of each."""
 
     def __init__(self, tokens: int, device: str, seed: int = 0):
-        spec = Spec(
-            tokens=BANK * tokens,
-            experts=8,
-            hidden=192,
-            inter=136,
-            ranks=(8, 32, 17, 1),
-            dtype=torch.bfloat16,
-            seed=seed,
-        )
-        p = spec.build()
+        sizes = {"experts": 8, "hidden": 192, "inter": 136, "ranks": (8, 32, 17, 1)}
+        p = Spec(BANK * tokens, **sizes, dtype=torch.bfloat16, seed=seed).build()
         there = p.to(device)
-        self.batches = {
-            name: getattr(there, name).unflatten(0, (BANK, tokens)) for name in CHANGING
-        }
+        shape = (BANK, tokens)
+        self.batches = {name: getattr(there, name).unflatten(0, shape) for name in CHANGING}
         self.now = {name: torch.empty_like(batch[0]) for name, batch in self.batches.items()}
         self.layer = replace(there, **self.now)
         self.entry = torch.zeros(1, dtype=torch.int64, device=device)

@@ -68,18 +68,10 @@ void registers_to_rows(Type type, const uint32_t (&a)[32][4], double *rows) {
       }
 }
 
-/* The swizzle XORs the index of 16-byte chunks within rows of 128 (64, 32) bytes with address bits
- * 7 and up. */
-uint32_t swizzled(uint32_t address, int swizzle) {
-  switch (swizzle) {
-  case CU_TENSOR_MAP_SWIZZLE_128B:
-    return address ^ (address >> 7 & 7) << 4;
-  case CU_TENSOR_MAP_SWIZZLE_64B:
-    return address ^ (address >> 7 & 3) << 4;
-  case CU_TENSOR_MAP_SWIZZLE_32B:
-    return address ^ (address >> 7 & 1) << 4;
-  }
-  return address;
+/* The swizzle XORs the index of 16-byte chunks within rows of `span` bytes, 128, 64 or 32, with
+ * address bits 7 and up; 0: none. */
+uint32_t swizzled(uint32_t address, uint32_t span) {
+  return span ? address ^ (address >> 7 & (span / 16 - 1)) << 4 : address;
 }
 
 /* Address of byte `byte` along K of row `row` of a matrix descriptor. */
@@ -89,12 +81,9 @@ uint32_t described(uint64_t descriptor, int row, int byte) {
   const int kind = (int)(descriptor >> 62);
   if (kind == 0)
     fail("a matrix descriptor without a swizzle");
-  const uint32_t pitch = kind == 1 ? 128 : kind == 2 ? 64 : 32;
-  const uint32_t at =
-      start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte;
-  return swizzled(at, kind == 1   ? CU_TENSOR_MAP_SWIZZLE_128B
-                      : kind == 2 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                  : CU_TENSOR_MAP_SWIZZLE_32B);
+  const uint32_t pitch = 256u >> kind;
+  return swizzled(
+      start + (uint32_t)(row / 8) * atoms + (uint32_t)(row % 8) * pitch + (uint32_t)byte, pitch);
 }
 
 void read_rows(Type type, uint64_t descriptor, int first, int count, double *to, int row_stride,
@@ -129,6 +118,7 @@ struct Mma {
 };
 
 struct Matrices {
+  Move how;
   uint32_t *v;
   int count;
   uint32_t at;
@@ -204,42 +194,26 @@ void copy_async(uint32_t to, const void *from, int size, int bytes) {
   });
 }
 
-/* Moves the 16-byte rows of a warp's 8x8 matrices, once all lanes arrive: between their memory and
- * the registers of the lanes, which hold two neighbors of a row, or of a column. */
-template <bool LOADS, bool TRANSPOSED>
-static void move_matrices(uint32_t *v, int count, uint32_t at) {
-  Matrices mine = {v, count, at};
+void move_matrices(Move how, uint32_t *v, int count, uint32_t at) {
+  Matrices mine = {how, v, count, at};
   meet(
       ~0u,
       [](void *const(&lanes)[32], uint32_t) {
-        const int count = ((Matrices *)lanes[0])->count;
-        for (int i = 0; i < count; i++)
+        const Matrices first = *(Matrices *)lanes[0];
+        for (int i = 0; i < first.count; i++)
           for (int row = 0; row < 8; row++) {
             const uint32_t from = ((Matrices *)lanes[i * 8 + row])->at;
             if (from % 16)
-              fail("%s of a row at %u", LOADS ? "ldmatrix" : "stmatrix", from);
+              fail("%s of a row at %u", first.how.loads ? "ldmatrix" : "stmatrix", from);
             char *memory = checked(from, 16);
-            for (int column = 0; column < 8; column++) {
-              const int x = TRANSPOSED ? column : row, y = TRANSPOSED ? row : column;
+            for (int column = 0; column < 8; column++, memory += 2) {
+              const int x = first.how.transposed ? column : row, y = row + column - x;
               char *held = (char *)&((Matrices *)lanes[x * 4 + y / 2])->v[i] + y % 2 * 2;
-              memcpy(LOADS ? held : memory + 2 * column, LOADS ? memory + 2 * column : held, 2);
+              memcpy(first.how.loads ? held : memory, first.how.loads ? memory : held, 2);
             }
           }
       },
       &mine);
-}
-
-void load_matrices(uint32_t *v, int count, uint32_t at) {
-  move_matrices<true, false>(v, count, at);
-}
-void load_matrices_transposed(uint32_t *v, int count, uint32_t at) {
-  move_matrices<true, true>(v, count, at);
-}
-void store_matrices(const uint32_t *v, int count, uint32_t at) {
-  move_matrices<false, false>((uint32_t *)v, count, at);
-}
-void store_matrices_transposed(const uint32_t *v, int count, uint32_t at) {
-  move_matrices<false, true>((uint32_t *)v, count, at);
 }
 
 uint32_t transpose(uint32_t v) {
@@ -380,7 +354,7 @@ static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t ra
   map->element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8     ? 1
                        : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
                                                                  : 2;
-  map->swizzle = (uint8_t)swizzle;
+  map->swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 0 : (uint8_t)(16u << swizzle);
   if (rank < 1 || rank > 5 || (uintptr_t)data % 16)
     return CUDA_ERROR_INVALID_VALUE;
   for (cuuint32_t i = 0; i < rank; i++) {
@@ -395,11 +369,8 @@ static CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t ra
     }
   }
   const uint32_t inner = box[0] * map->element_bytes;
-  const uint32_t span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
-                        : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
-                        : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32
-                                                               : inner;
-  return inner % 16 || inner > span ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+  const bool fits = map->swizzle == 0 || inner <= map->swizzle;
+  return inner % 16 || !fits ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned, int,

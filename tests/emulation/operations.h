@@ -20,10 +20,12 @@ inline void check_aligned(const void *p, size_t to) {
     fail("%p is no multiple of %zu", p, to);
 }
 void copy_async(uint32_t to, const void *from, int size, int bytes);
-void load_matrices(uint32_t *v, int count, uint32_t at);
-void load_matrices_transposed(uint32_t *v, int count, uint32_t at);
-void store_matrices(const uint32_t *v, int count, uint32_t at);
-void store_matrices_transposed(const uint32_t *v, int count, uint32_t at);
+/* Moves the 16-byte rows of a warp's 8x8 matrices, once all lanes arrive: between their memory and
+ * the registers of the lanes, which hold two neighbors of a row, or of a column. */
+struct Move {
+  bool loads, transposed;
+};
+void move_matrices(Move how, uint32_t *v, int count, uint32_t at);
 uint32_t transpose(uint32_t v);
 void mma(bool is_bf16, float *d, const uint32_t *a, const uint32_t *b);
 void wgmma(Type type, int n, float *d, const uint32_t *a_registers, uint64_t a, uint64_t b,

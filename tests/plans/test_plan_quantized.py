@@ -278,18 +278,6 @@ def test_projections_of_fp8_and_others_share_an_alignment(pair):
         assert [row.format, of_w2.format] == [name.upper().split("_")[0] for name in pair]
 
 
-def test_tiles_of_fp8_fit_every_gpu():
-    """Stages of weights, their scales and x; those of x in FP8 with slots for the scales of both;
-    and what is known about a tile's adapters."""
-    for row in CUDA_ROWS:
-        if row.format in ("FP8", "W8A8") and row.family == "SM80":
-            scales = 2 * 256 + (4 * row.block_m if row.format == "W8A8" else 0)
-            stage = row.block_n * 64 + row.block_m * 128
-            adapters = 16 + row.stages * 32 + 8 * row.block_m
-            slots = 8 if row.format == "W8A8" else row.stages
-            assert row.stages * stage + slots * scales + adapters <= 99 * 1024, row
-
-
 def test_all_calls_stay_with_one_kind_of_tensor_core_instruction():
     """Whatever is forced: mma.sync adds up FP8 products otherwise than wgmma."""
     force = {"MOELORA_FORCE_VARIANT": "gemm_bf16_w8a8_32x128x64_sm80"}

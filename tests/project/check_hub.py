@@ -68,18 +68,10 @@ def model():
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["full_attention"] * 2,
-    )
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    sizes |= {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**sizes, layer_types=["full_attention"] * 2)
     made = transformers.GptOssForCausalLM(config).bfloat16().eval()
     for weight in made.parameters():
         torch.nn.init.normal_(weight.requires_grad_(False), std=0.1)

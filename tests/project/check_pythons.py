@@ -18,26 +18,19 @@ from pathlib import Path
 from pythons import ROOT, borrow, for_each, is_this, run, torch_words
 
 PYTHONS = "3.11,3.12,3.13,3.14"
-ENVIRONMENTS = ROOT / "build" / "pythons"
-REQUIREMENTS = ("requirements-torch.txt", "requirements.txt")
 
 
 def environment(version: str, python: str) -> Path:
-    """The interpreter of this version's environment, which is made anew if requirements changed."""
-    venv = ENVIRONMENTS / version
+    """The interpreter of this version's environment, which has what requirements say now."""
+    venv = ROOT / "build" / "pythons" / version
     ours = venv / "bin" / "python"
-    ready = venv / ".ready"
-    wanted = "".join((ROOT / name).read_text() for name in REQUIREMENTS)
-    if ready.exists() and ready.read_text() == wanted:
-        return ours
-    run(python, "-m", "venv", "--clear", venv)
+    if not ours.exists():
+        run(python, "-m", "venv", venv)
     if is_this(version):
         borrow(venv)
     else:
-        pip = [ours, "-m", "pip", "install", "--quiet"]
-        run(*pip, *torch_words())
-        run(*pip, "-r", ROOT / "requirements.txt")
-    ready.write_text(wanted)
+        run(ours, "-m", "pip", "install", "--quiet", *torch_words())
+        run(ours, "-m", "pip", "install", "--quiet", "-r", ROOT / "requirements.txt")
     return ours
 
 

@@ -32,7 +32,7 @@ struct alignas(64) CUtensorMap {
   char *data;
   uint64_t sizes[5], strides[4]; /* in elements, in bytes */
   uint32_t box[5];
-  uint8_t rank, element_bytes, swizzle;
+  uint8_t rank, element_bytes, swizzle; /* swizzle: of rows of so many bytes; 0: none */
 };
 
 #endif

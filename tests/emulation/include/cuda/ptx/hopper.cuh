@@ -123,16 +123,16 @@ template <int REGISTERS> void warpgroup_reg_dealloc() {}
 template <int REGISTERS> void warpgroup_reg_alloc() {}
 
 inline void store_matrix_x4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const uint32_t v[4] = {a, b, c, d};
-  emulation::store_matrices(v, 4, at);
+  uint32_t v[4] = {a, b, c, d};
+  emulation::move_matrices({false, false}, v, 4, at);
 }
 inline void store_matrix_x4_trans(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const uint32_t v[4] = {a, b, c, d};
-  emulation::store_matrices_transposed(v, 4, at);
+  uint32_t v[4] = {a, b, c, d};
+  emulation::move_matrices({false, true}, v, 4, at);
 }
 inline void store_matrix_x2_trans(uint32_t at, uint32_t a, uint32_t b) {
-  const uint32_t v[2] = {a, b};
-  emulation::store_matrices_transposed(v, 2, at);
+  uint32_t v[2] = {a, b};
+  emulation::move_matrices({false, true}, v, 2, at);
 }
 
 #endif

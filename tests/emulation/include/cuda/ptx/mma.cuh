@@ -135,13 +135,13 @@ template <int WORDS> void load_streamed(uint32_t (&v)[WORDS], const void *from) 
 }
 
 inline void load_matrix_x4(uint32_t (&v)[4], uint32_t at) {
-  emulation::load_matrices(v, 4, at);
+  emulation::move_matrices({true, false}, v, 4, at);
 }
 inline void load_matrix_x4_trans(uint32_t (&v)[4], uint32_t at) {
-  emulation::load_matrices_transposed(v, 4, at);
+  emulation::move_matrices({true, true}, v, 4, at);
 }
 inline void load_matrix_x2(uint32_t (&v)[2], uint32_t at) {
-  emulation::load_matrices(v, 2, at);
+  emulation::move_matrices({true, false}, v, 2, at);
 }
 template <class T> void mma_16816(float *d, const uint32_t *a, const uint32_t *b) {
   emulation::mma(Element<T>::is_bf16, d, a, b);
