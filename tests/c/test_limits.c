@@ -224,6 +224,7 @@ static void test_strides_of_tensor_maps(void) {
 }
 
 static void test_ranks(void) {
+  const char *message = "rank 4096: the GPU kernels take ranks below 4096";
   moelora_gemm_plan plan;
   moelora_experts_plan layer;
   moelora_gemm_problem p = gemm_of(64, K);
@@ -231,19 +232,14 @@ static void test_ranks(void) {
   p.lora = factors_of(1, MAX_RANK, N, K);
   CHECK_PLANNED(moelora_plan_gemm(&p, &hopper, &plan));
   p.lora = factors_of(1, MAX_RANK + 1, N, K);
-  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan),
-                "rank 4096: the GPU kernels take ranks below 4096");
+  CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan), message);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
-  for (int i = 0; i < 2; i++) {
-    moelora_experts_problem e = experts_of(64, K);
-    e.routes = routes_of(64, 1, 8, 4);
-    if (i)
-      e.w2_lora = factors_of(1, MAX_RANK + 1, K, N / 2);
-    else
-      e.w13_lora = factors_of(2, MAX_RANK + 1, N, K);
-    CHECK_REFUSED(moelora_plan_experts(&e, &hopper, &layer),
-                  "rank 4096: the GPU kernels take ranks below 4096");
-  }
+  moelora_experts_problem first = experts_of(64, K), second = first;
+  first.routes = second.routes = routes_of(64, 1, 8, 4);
+  first.w13_lora = factors_of(2, MAX_RANK + 1, N, K);
+  second.w2_lora = factors_of(1, MAX_RANK + 1, K, N / 2);
+  CHECK_REFUSED(moelora_plan_experts(&first, &hopper, &layer), message);
+  CHECK_REFUSED(moelora_plan_experts(&second, &hopper, &layer), message);
   /* Deltas do not use the packed ranks that sorts list. */
   moelora_delta_problem d = delta_of(4096, 2, 4, MAX_RANK);
   moelora_delta_plan delta;

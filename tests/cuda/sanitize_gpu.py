@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -29,14 +29,6 @@ FOLDERS = ("tests/support", "tests/operators", "tests/engines")
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in FOLDERS)]
 FAILED = 9
 LIMITS = {"initcheck": {"MOELORA_MAX_CC": "80"}}  # environment of a tool, see above
-
-
-@dataclass
-class Share:
-    """Of the problems, every `of`-th from number `index` on."""
-
-    index: int = 0
-    of: int = 1
 
 
 # Each of these yields (name, call that fails if a result is wrong) on a device: bodies of tests.
@@ -78,10 +70,8 @@ def specs(dtype):
     """Problems that reach every epilogue and edge once, small enough for racecheck."""
     from cases import Spec
 
-    plain = Spec(
-        dtype=dtype, tokens=21, hidden=136, inter=72, ranks=(8, 17), mix="half_base", bias=True
-    )
-    yield plain
+    sizes = {"tokens": 21, "hidden": 136, "inter": 72, "ranks": (8, 17)}
+    yield (plain := Spec(dtype=dtype, **sizes, mix="half_base", bias=True))
     yield replace(plain, activation="swigluoai", tokens=3, mix="all_different")
     yield replace(plain, activation="swigluoai_uninterleave", alpha=1.5, limit=0.5)
     yield replace(plain, limit=0.5, tokens=3)
@@ -268,14 +258,16 @@ def deltas(device):
                 yield f"run_moe_lora, {how}: {spec}", call
 
 
-def check_all(share: Share, device: str) -> None:
+def check_all(share: str, device: str) -> None:
     import torch
+
+    index, of = map(int, share.split("/"))
 
     sys.path.append(str(ROOT / "tests"))  # conftest
     number = count = 0
     for problems in (alignments, packing, rows, long_segments, deltas, layers):
         for name, check in problems(device):
-            if number % share.of == share.index:
+            if number % of == index:
                 print(name, flush=True)
                 check()
                 count += 1
@@ -304,12 +296,9 @@ def follow(tool: str, jobs: int, log: Path) -> tuple[list[int], str]:
     running = []
     for job, path in enumerate(said):
         with path.open("w") as out:
+            streams = {"stdout": out, "stderr": subprocess.STDOUT}
             words = [*command, f"{job}/{jobs}"]
-            running.append(
-                subprocess.Popen(
-                    words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
-                )
-            )
+            running.append(subprocess.Popen(words, cwd=ROOT, env=environment, **streams))
     codes = [process.wait() for process in running]
     text = "".join(path.read_text().replace(f"{ROOT}/", "") for path in said)
     for path in said:
@@ -341,21 +330,12 @@ def run_tools(tools: list[str], jobs: int, log: Path) -> int:
     return failed
 
 
-def share_of(text: str) -> Share:
-    index, of = map(int, text.split("/"))
-    if not 0 <= index < of:
-        raise argparse.ArgumentTypeError(f"wanted I/N with I from 0 to N - 1, got {text}")
-    return Share(index, of)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", help="comma-separated tools of compute-sanitizer to run under")
     parser.add_argument("--jobs", default=1, type=int, help="processes of a tool")
     parser.add_argument("--log", default="build/sanitize-gpu.log", type=Path)
-    parser.add_argument(
-        "--share", default=Share(), type=share_of, help="I/N: every N-th, from I on"
-    )
+    parser.add_argument("--share", default="0/1", help="I/N: every N-th problem, from I on")
     parser.add_argument("--device", default="cuda", help="cpu: to try the calls themselves")
     args = parser.parse_args()
     if args.tools:

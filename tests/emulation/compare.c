@@ -273,9 +273,8 @@ static void test_pack(uint64_t number) {
   if (moelora_scale_bytes(f) == 1)
     w.scales = random_ids(MOELORA_U8, 0, f == MOELORA_MXFP4 ? 128 : 126, 3, w.scales.size);
   moelora_tensor tiles[2], matrix[2];
-  snprintf(drawn, sizeof drawn, " %llu: %s format %d order %d E=%lld N=%lld K=%lld",
-           (unsigned long long)number, dtype_name(dtype), f, order, (long long)experts,
-           (long long)n, (long long)k);
+  describe(number, dtype, (sizes){.experts = experts, .hidden = k});
+  DESCRIBE(" N=%lld format=%d order=%d", (long long)n, f, order);
   for (int i = 0; i < 2; i++) {
     const moelora_exec exec = i ? gpu() : serial;
     tiles[i] = new_tiles(experts, k, &layout);

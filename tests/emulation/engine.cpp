@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <string>
 
 uint3 threadIdx, blockIdx;
@@ -16,7 +17,7 @@ namespace emulation {
 Fiber *self;
 std::vector<Fiber *> ready, yielded;
 std::vector<Waiter> waiters;
-std::vector<Operation *> operations;
+Group operations;
 Launch launch;
 uint64_t progress;
 unsigned grid_arrivals;
@@ -84,12 +85,19 @@ const char *setting(const char *name, const char *other) {
   return value && *value ? value : other;
 }
 
-void perform_operation(size_t index) {
-  Operation *operation = operations[index];
-  operations.erase(operations.begin() + (ptrdiff_t)index);
+void perform_any_operation() {
+  const auto chosen = operations.begin() + draw((uint32_t)operations.size());
+  const std::function<void()> what = std::move(*chosen);
+  operations.erase(chosen);
   progress++;
-  operation->what();
-  delete operation;
+  what();
+}
+
+bool is_alive(const Cluster *cluster) {
+  for (const Cta *cta : cluster->ctas)
+    if (cta->alive > 0)
+      return true;
+  return false;
 }
 
 void enter() {
@@ -239,10 +247,7 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
   std::vector<Cluster *> clusters;
   for (;;) {
     for (size_t i = 0; i < clusters.size(); i++) {
-      bool alive = false;
-      for (const Cta *cta : clusters[i]->ctas)
-        alive |= cta->alive > 0;
-      if (!alive && operations.empty()) {
+      if (!is_alive(clusters[i]) && operations.empty()) {
         for (Cta *cta : clusters[i]->ctas)
           end_cta(cta);
         delete clusters[i];
@@ -261,9 +266,9 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
     /* Run until a CTA ends. */
     for (bool ended = false; !ended;) {
       if (copies == ANY && !operations.empty() && draw(64) == 0)
-        perform_operation(draw((uint32_t)operations.size()));
+        perform_any_operation();
       if (ready.empty() && !operations.empty())
-        perform_operation(draw((uint32_t)operations.size()));
+        perform_any_operation();
       if (ready.empty() && !yielded.empty()) {
         idle = progress == seen ? idle + 1 : 0;
         seen = progress;
@@ -272,11 +277,8 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
         ready.swap(yielded);
       }
       if (ready.empty()) {
-        bool alive = false;
-        for (const Cluster *cluster : clusters)
-          for (const Cta *cta : cluster->ctas)
-            alive |= cta->alive > 0;
-        if (alive && operations.empty() && ready.empty())
+        const bool alive = std::any_of(clusters.begin(), clusters.end(), is_alive);
+        if (alive && operations.empty())
           deadlock(clusters);
         ended = !alive && operations.empty();
         continue;

@@ -29,21 +29,21 @@ static inline bool suits(const char *name, moelora_dtype dtype, const moelora_la
   static const char *words[] = {"mxfp4", "int4", "w8a16", "w8a8", "nvfp4", "nf4"};
   const moelora_format f = layout->format;
   const bool back = strncmp(name, "back", 4) == 0; /* gradients are never e4m3 */
-  const int word = f == MOELORA_NATIVE                     ? -1
-                   : f == MOELORA_MXFP4                    ? 0
-                   : f == MOELORA_NVFP4                    ? 4
-                   : moelora_has_f32_scales(f)             ? 5
-                   : !moelora_is_fp8(f)                    ? 1
-                   : layout->x == MOELORA_X_NATIVE || back ? 2
-                                                           : 3;
+  const char *word = f == MOELORA_NATIVE                     ? ""
+                     : f == MOELORA_MXFP4                    ? "mxfp4"
+                     : f == MOELORA_NVFP4                    ? "nvfp4"
+                     : moelora_has_f32_scales(f)             ? "nf4"
+                     : !moelora_is_fp8(f)                    ? "int4"
+                     : layout->x == MOELORA_X_NATIVE || back ? "w8a16"
+                                                             : "w8a8";
   if (!strstr(name, "_i32_") && dtype_of(name) != dtype)
     return false;
   if (strncmp(name, "gemm", 4) && strncmp(name, "decode", 6) && !back)
     return true;
   for (int i = 0; i < 6; i++)
     if (strstr(name, words[i]))
-      return i == word;
-  return word < 0;
+      return strcmp(words[i], word) == 0;
+  return !*word;
 }
 
 /* Forces one or two kernels of different roles; none in one of four cases. */

@@ -11,9 +11,6 @@ namespace emulation {
 struct Cta;
 struct Cluster;
 
-struct Operation {
-  std::function<void()> what;
-};
 typedef std::vector<std::function<void()>> Group;
 
 struct Fiber {
@@ -70,7 +67,7 @@ struct Waiter {
 extern Fiber *self;
 extern std::vector<Fiber *> ready, yielded;
 extern std::vector<Waiter> waiters;
-extern std::vector<Operation *> operations;
+extern Group operations; /* asynchronous ones, in no order */
 extern Launch launch;
 extern uint64_t progress; /* incremented whenever a fiber may continue */
 extern unsigned grid_arrivals;

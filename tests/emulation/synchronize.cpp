@@ -18,7 +18,7 @@ void later(std::function<void()> what) {
   if (copies == NOW)
     what();
   else
-    operations.push_back(new Operation{std::move(what)});
+    operations.push_back(std::move(what));
 }
 
 void add_to_group(Kind kind, std::function<void()> what) {
@@ -145,7 +145,7 @@ void mbarrier_invalidate(uint64_t *word) {
   memset(word, 0xff, 8);
 }
 
-static void fence_accumulators(uint64_t *word, Mbarrier barrier) {
+static void complete_phase(uint64_t *word, Mbarrier barrier) {
   if (barrier.missing == 0 && barrier.bytes == 0) {
     barrier.phase ^= 1;
     barrier.missing = barrier.wanted;
@@ -175,13 +175,13 @@ void mbarrier_arrive(uint64_t *word, int64_t expected_bytes) {
     fail("an arrival at a barrier that has all");
   barrier.bytes += expected_bytes;
   barrier.missing--;
-  fence_accumulators(word, barrier);
+  complete_phase(word, barrier);
 }
 
 void mbarrier_arrived(uint64_t *word, int64_t bytes) {
   Mbarrier barrier = load(word, "bytes for");
   barrier.bytes -= bytes;
-  fence_accumulators(word, barrier);
+  complete_phase(word, barrier);
 }
 
 void mbarrier_wait(uint64_t *word, uint32_t parity) {

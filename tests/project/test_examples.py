@@ -65,15 +65,10 @@ def folder(tmp_path_factory):
     (line,) = re.findall(r"^curl .*", (ROOT / "examples/README.md").read_text(), re.M)
     assert line == f"curl -fL {make_notebook.ARCHIVE} | {make_notebook.UNPACK}"
     assert line in (ROOT / "docs/quick-start.md").read_text()
-    download(line, top / "empty")
+    line = line.replace(make_notebook.ARCHIVE, (top / "main.tar.gz").as_uri())
+    subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=top / "empty", check=True)
+    assert [path.name for path in (top / "empty").iterdir()] == ["examples"]
     return top / "empty"
-
-
-def download(line, folder):
-    archive = (folder.parent / "main.tar.gz").as_uri()
-    line = line.replace(make_notebook.ARCHIVE, archive)
-    subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=folder, check=True)
-    assert [path.name for path in folder.iterdir()] == ["examples"]
 
 
 def run(code, *words, folder):
