@@ -47,6 +47,8 @@
            moelora_error_message(), (int)(STATUS), (MESSAGE));                                     \
   } while (0)
 
+#define CHECK_INVALID(CALL, MESSAGE) CHECK_FAILS(CALL, MOELORA_INVALID_ARGUMENT, MESSAGE)
+
 /* ---- memory: every block lies between guard bands ---- */
 
 enum { GUARD = 256, MAX_BLOCKS = 256 };

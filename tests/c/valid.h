@@ -9,7 +9,7 @@
   do {                                                                                             \
     a = GOOD;                                                                                      \
     __VA_ARGS__;                                                                                   \
-    CHECK_FAILS(run(&a), MOELORA_INVALID_ARGUMENT, MESSAGE);                                       \
+    CHECK_INVALID(run(&a), MESSAGE);                                                               \
   } while (0)
 
 enum { VALID_RANK = 3, VALID_BLOCK = 4 };

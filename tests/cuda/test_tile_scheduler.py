@@ -13,14 +13,11 @@ import moelora
 pytestmark = [pytest.mark.gpu, needs_gpu]
 ROWS = 256  # of the weights in a dynamically scheduled tile
 # Of each form of weights a kernel with a static schedule, then those with a dynamic one.
+FOUR_BITS = ("64x128x128", "96x256x128", "128x256x128", "144x256x128")
 TILES = {
     NATIVE: ("96x128x64", "128x256x64", "144x256x64x2"),
-    "mxfp4": ("64x128x128", "96x256x128", "128x256x128", "144x256x128"),
-    "nvfp4": ("64x128x128", "96x256x128", "128x256x128", "144x256x128"),
-    "int4_g32": ("64x128x128", "96x256x128", "128x256x128", "144x256x128"),
-    "int4_g64_zp": ("64x128x128", "96x256x128", "128x256x128", "144x256x128"),
-    "fp8_block_w8a8": ("64x128x128", "128x256x128x2"),
-    "fp8_channel_w8a8": ("64x128x128", "128x256x128x2"),
+    **dict.fromkeys(("mxfp4", "nvfp4", "int4_g32", "int4_g64_zp"), FOUR_BITS),
+    **dict.fromkeys(("fp8_block_w8a8", "fp8_channel_w8a8"), ("64x128x128", "128x256x128x2")),
 }
 KERNELS = [(form, size) for form, sizes in TILES.items() for size in sizes[1:]]
 TOKENS, EXPERTS = 330, 2

@@ -315,8 +315,8 @@ static void test_devices(uint64_t number) {
   CHECK(emulation_launches(at) > here && emulation_launches(1 - at) == there);
   CHECK_INT(*emulation_current_device(), current);
   exec.device_index = 2;
-  CHECK_FAILS(moelora_pack_weights(&w, &packed, &exec), MOELORA_INVALID_ARGUMENT,
-              "exec.device_index is 2, there are 2 devices");
+  CHECK_INVALID(moelora_pack_weights(&w, &packed, &exec),
+                "exec.device_index is 2, there are 2 devices");
   CHECK_INT(*emulation_current_device(), current);
   *emulation_current_device() = 0;
   release_all();

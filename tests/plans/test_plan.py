@@ -24,28 +24,21 @@ def plan(device, dtype="bfloat16", tokens=8, **shape):
     return variant, int(block_rows)
 
 
-@pytest.mark.parametrize(
-    "isa, dtype, want",
-    [
-        (0, "float32", "gemm_f32_scalar"),
-        (0, "bfloat16", "gemm_bf16_scalar"),
-        (0, "float16", "gemm_f16_scalar"),
-        pytest.param(AVX2, "float32", "gemm_f32_avx2", marks=x86),
-        pytest.param(AVX2, "bfloat16", "gemm_bf16_avx2", marks=x86),
-        pytest.param(AVX2, "float16", "gemm_f16_avx2", marks=x86),
-        pytest.param(AVX2 | AVX512, "float32", "gemm_f32_avx512", marks=x86),
-        pytest.param(AVX2 | AVX512, "bfloat16", "gemm_bf16_avx512", marks=x86),
-        pytest.param(AVX2 | AVX512 | AVX512_BF16, "bfloat16", "gemm_bf16_avx512bf16", marks=x86),
-        pytest.param(AVX2 | AVX512 | AVX512_BF16, "float16", "gemm_f16_avx512", marks=x86),
-        pytest.param(AMX, "bfloat16", "gemm_bf16_amx", marks=x86),
-        pytest.param(AMX, "float16", "gemm_f16_avx512", marks=x86),
-        pytest.param(AMX, "float32", "gemm_f32_avx512", marks=x86),
-    ],
-)
-def test_the_best_instruction_set_of_a_cpu(isa, dtype, want):
-    variant, block_rows = plan(("cpu", isa), dtype)
-    assert variant == want
-    assert block_rows > 0
+# Of float32, bfloat16 and float16.
+BEST = {
+    0: ("f32_scalar", "bf16_scalar", "f16_scalar"),
+    AVX2: ("f32_avx2", "bf16_avx2", "f16_avx2"),
+    AVX2 | AVX512: ("f32_avx512", "bf16_avx512", "f16_avx512"),
+    AVX2 | AVX512 | AVX512_BF16: ("f32_avx512", "bf16_avx512bf16", "f16_avx512"),
+    AMX: ("f32_avx512", "bf16_amx", "f16_avx512"),
+}
+
+
+@pytest.mark.parametrize("isa", [pytest.param(isa, marks=[x86] if isa else []) for isa in BEST])
+def test_the_best_instruction_set_of_a_cpu(isa):
+    plans = [plan(("cpu", isa), dtype) for dtype in ("float32", "bfloat16", "float16")]
+    assert tuple(variant for variant, _ in plans) == tuple(f"gemm_{name}" for name in BEST[isa])
+    assert all(block_rows > 0 for _, block_rows in plans)
 
 
 @x86
