@@ -56,17 +56,14 @@ static inline void _mm512_mask_storeu_ps(void *to, __mmask16 lanes, __m512 r) {
       memcpy((char *)to + 4 * i, &r.lane[i], sizeof(float));
 }
 
-static inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
-  for (int i = 0; i < 16; i++)
-    a.lane[i] += b.lane[i];
-  return a;
-}
-
-static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
-  for (int i = 0; i < 16; i++)
-    a.lane[i] *= b.lane[i];
-  return a;
-}
+#define LANES(NAME, OPERATOR)                                                                      \
+  static inline __m512 NAME(__m512 a, __m512 b) {                                                  \
+    for (int i = 0; i < 16; i++)                                                                   \
+      a.lane[i] OPERATOR b.lane[i];                                                                \
+    return a;                                                                                      \
+  }
+LANES(_mm512_add_ps, +=)
+LANES(_mm512_mul_ps, *=)
 
 static inline __m512 _mm512_set1_ps(float x) {
   __m512 r;

@@ -20,13 +20,12 @@ enum { IDS, WEIGHTS, MAP, MAPPING, RANKS, SCALINGS, ONE_A, ENABLED, NUM_TABLES }
 static table tables[NUM_TABLES];
 
 static void set_table(table *t, int state) {
+  const void *from = t->states[state].data;
   for (int64_t i = 0; i < count_of(&t->now); i++)
     if (t->now.dtype == MOELORA_BOOL)
-      __atomic_store_n((uint8_t *)t->now.data + i, ((uint8_t *)t->states[state].data)[i],
-                       __ATOMIC_RELAXED);
+      __atomic_store_n((uint8_t *)t->now.data + i, ((const uint8_t *)from)[i], __ATOMIC_RELAXED);
     else
-      __atomic_store_n((int32_t *)t->now.data + i, ((int32_t *)t->states[state].data)[i],
-                       __ATOMIC_RELAXED);
+      __atomic_store_n((int32_t *)t->now.data + i, ((const int32_t *)from)[i], __ATOMIC_RELAXED);
 }
 
 static moelora_tensor draw(moelora_dtype dtype, double low, double high, int32_t ndim,

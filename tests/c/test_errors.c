@@ -86,8 +86,6 @@ static void test_gemm_errors(void) {
   BAD("lora_scalings.size(0) is 3, lora_a[0].size(0) is 2", a.adapters.lora_scalings.size[0] = 3);
   BAD("lora_scalings has dtype bfloat16, expected float32",
       a.adapters.lora_scalings.dtype = MOELORA_BF16);
-  BAD("lora_scalings.stride(0) is 0, expected 1: lora_scalings must be contiguous",
-      a.adapters.lora_scalings.stride[0] = 0);
   BAD("adapter_enabled.size(0) is 1, expected lora_a[0].size(0), which is 2, or max_loras + 1, "
       "which is 3",
       a.adapters.adapter_enabled.size[0] = 1);
@@ -130,10 +128,7 @@ static void test_experts_errors(void) {
 
   BAD("hidden_states.size(1) is 8, w13.size(2) is 16", a.hidden_states.size[1] = 8);
   BAD("hidden_states.size(0) is 4, topk_ids.size(0) is 5", a.hidden_states.size[0] = 4);
-  BAD("hidden_states has dtype bool, expected float32, bfloat16 or float16",
-      a.hidden_states.dtype = MOELORA_BOOL);
   BAD("w13 has dtype float16, expected float32 as hidden_states", a.w13.dtype = MOELORA_F16);
-  BAD("w2 has dtype float16, expected float32 as hidden_states", a.w2.dtype = MOELORA_F16);
   BAD("w2.size(0) is 3, w13.size(0) is 4", a.w2.size[0] = 3);
   BAD("w2.size(1) is 15, w13.size(2) is 16: both are the hidden size", a.w2.size[1] = 15);
   BAD("w13.size(1) is 23, expected 24: 2 * w2.size(2), as the activation is gated",
@@ -178,13 +173,9 @@ static void test_experts_errors(void) {
 
   BAD("out.size(1) is 8, hidden_states.size(1) is 16", a.out.size[1] = 8);
   BAD("out.size(0) is 6, topk_ids.size(0) is 5", a.out.size[0] = 6);
-  BAD("out.stride(0) is 0, expected at least 1: elements of an output must not share memory",
-      a.out.stride[0] = 0);
   BAD("out shares memory with hidden_states", a.out.data = (char *)a.hidden_states.data + 4);
   BAD("out shares memory with hidden_states", a.out = a.hidden_states,
       a.out.stride[0] = K + 1); /* same address, other rows */
-  BAD("out shares memory with w2_bias", a.out.data = a.w2_bias.data);
-  BAD("out shares memory with w13_lora_a[1]", a.out.data = a.w13_lora.a[1].data);
 
   /* Allowed: in place, and next to the input in one buffer. */
   a = good, a.out = a.hidden_states;
@@ -291,12 +282,8 @@ static void test_backward_errors(void) {
       a.forward.saved.w13_shrink = absent);
   BAD("saved.w13_shrink.size(1) is 1, the number of slices of the factors is 2",
       a.forward.saved.w13_shrink.size[1] = 1);
-  BAD("saved.w13_shrink.stride(2) is 2, expected 1: the last dimension must be contiguous",
-      a.forward.saved.w13_shrink.stride[2] = 2);
   BAD("saved.w2_shrink.size(1) is 1, the maximum rank of the factors is 3",
       a.forward.saved.w2_shrink.size[1] = 1);
-  BAD("saved.w2_shrink has dtype float16, expected float32 as hidden_states",
-      a.forward.saved.w2_shrink.dtype = MOELORA_F16);
   BAD("grads.w2_lora_a[0] has dtype float16, expected float32",
       a.grads.w2_lora.a[0].dtype = MOELORA_F16);
   BAD("grads.w13_lora_a has 1 slices, w13_lora_a has 2", a.grads.w13_lora.num_slices = 1);
@@ -344,7 +331,6 @@ static void test_pack_errors(void) {
        };
   CHECK_OK(run(&good));
   BAD("w" NO_MEMORY, a.w.data = NULL);
-  BAD("out" NO_MEMORY, a.out.data = NULL);
   BAD("w.size(1) is 100, expected a multiple of 64", a.w.size[1] = 100);
   BAD("w.size(2) is 63, expected a multiple of 64", a.w.size[2] = 63);
   BAD("w has 5 dimensions, expected 3: [E, N, K]", a.w = good.out);

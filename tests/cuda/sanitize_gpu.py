@@ -169,8 +169,8 @@ def calls_of_roles(p, few):
         )
 
     both = [layer(p), layer(few)]
-    return {"sort": both, "shrink": [both[0], shrink], "expand": [expand, gate_up_b],
-            "delta": [delta], "mlp": [mlp], "sum": both[:1]}  # fmt: skip
+    calls = {"sort": both, "shrink": [both[0], shrink], "expand": [expand, gate_up_b]}
+    return calls | {"delta": [delta], "mlp": [mlp], "sum": both[:1]}
 
 
 def rows(device):

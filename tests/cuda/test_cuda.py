@@ -50,6 +50,7 @@ def test_a_newer_gpu_runs_the_portable_kernels(as_sm80, dtype):
 
 # Few rows, short and long segments, narrow and wide stacks, both shares of the depth: the sizes on
 # both sides of every choice that csrc/cuda/shrink/blocks.cu makes.
+ELSEWHERE = {"inter": 24, "mix": "disabled", "remote": 4, "slices": 1}
 SHRINKS = {
     "few_rows": Spec(inter=24, experts=2, tokens=9, hidden=2048, ranks=(16, 3)),
     "few_rows_deep": Spec(inter=24, experts=2, tokens=9, hidden=4104, ranks=(16, 40)),
@@ -59,14 +60,10 @@ SHRINKS = {
     "long_segments": Spec(inter=24, experts=2, tokens=13000, hidden=264, ranks=(16, 7)),
     "long_segments_wide": Spec(inter=24, experts=2, tokens=13000, hidden=72, ranks=(64, 5, 33)),
     "most_rows_wide": Spec(inter=24, experts=2, tokens=26000, hidden=1032, ranks=(64, 5, 33, 16)),
-    "long_segments_elsewhere": Spec(
-        inter=24, experts=8, tokens=9000, ranks=(8, 24, 16), mix="disabled", remote=4, slices=1
-    ),
+    "long_segments_elsewhere": Spec(9000, experts=8, ranks=(8, 24, 16), **ELSEWHERE),
     "more_items_than_fit": Spec(inter=8, experts=2, tokens=2200, hidden=8, ranks=(4000,)),
     "more_listed_items_than_fit": Spec(inter=8, experts=600, tokens=1000, hidden=8, ranks=(4000,)),
-    "more_pairs_than_are_listed": Spec(
-        inter=24, experts=520, tokens=9000, hidden=72, ranks=(16, 9) * 4
-    ),
+    "more_pairs_than_are_listed": Spec(9000, experts=520, hidden=72, inter=24, ranks=(16, 9) * 4),
     "long_segments_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(16, 7)),
     "long_segments_wide_deep": Spec(inter=24, experts=2, tokens=6500, hidden=4104, ranks=(40, 8)),
 }
@@ -340,13 +337,9 @@ BROKEN_CAPTURE = """
 
 
 def test_a_gpu_error_has_a_name_and_the_next_call_works():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BROKEN_CAPTURE)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(BROKEN_CAPTURE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "resolve: cudaErrorStreamCaptureInvalidated" in done.stdout
-    assert "pack: cudaErrorStreamCaptureInvalidated" in done.stdout
+    for said in ("resolve: cudaError", "pack: cudaError"):
+        assert f"{said}StreamCaptureInvalidated" in done.stdout
     assert "the next call works" in done.stdout

@@ -7,6 +7,7 @@ import torch
 from cases import Spec, among, same_bits
 from conftest import CUDA_DTYPES, needs_gpu
 from delta_cases import DELTAS, delta_kwargs
+from test_cuda import needs_memory
 from test_delta import check_delta
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -72,9 +73,7 @@ def test_idle_slots_change_no_bit(name):
 @pytest.mark.slow
 def test_adapter_offsets_beyond_int32():
     """Adapter 1 begins 2^31 elements behind adapter 0, in both factors."""
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 12e9:
-        pytest.skip("needs 12 GB of GPU memory")
+    needs_memory(12)
     p = spec_of("a_few_rows", slices=1, ranks=(32, 20)).build().to(GPU)
     near = delta(p)
     for name in ("w13_lora_a", "w13_lora_b"):

@@ -131,11 +131,8 @@ def test_compile(projection, device):
         return fresh, out * 2
 
     def start():
-        arguments = delta_kwargs(p, projection)
-        columns = 64
-        rank = lists.a[0].size(2)
-        h = torch.zeros(len(lists.a), 6, 2, rank, dtype=torch.bfloat16, device=device)
-        return filled(p, 6, 2, columns), h, arguments
+        h = torch.zeros(len(lists.a), 6, 2, lists.a[0].size(2), dtype=torch.bfloat16, device=device)
+        return filled(p, 6, 2, 64), h, delta_kwargs(p, projection)
 
     for values in (p.w13_lora_a, p.w13_lora_b, [p.w2_lora_a], [p.w2_lora_b]):
         for t in values:

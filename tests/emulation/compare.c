@@ -369,10 +369,8 @@ int main(int argc, char **argv) {
       continue;
     const uint64_t own = run_cases(kinds[i].test, first, count, &skipped);
     if (own < count && (own || !is_forced))
-      FAIL(
-          "%s: %llu cases could run, expected %llu: their kernels are not built, or none is called "
-          "%s",
-          kinds[i].name, (unsigned long long)own, (unsigned long long)count, wanted);
+      FAIL("%s: %llu of %llu cases could run: their kernels are not built, or none is called %s",
+           kinds[i].name, (unsigned long long)own, (unsigned long long)count, wanted);
     ran += own;
   }
   if (!ran && count)

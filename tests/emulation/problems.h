@@ -121,8 +121,6 @@ static inline void check_output(const char *what, const moelora_tensor *got,
     if (bytes)                                                                                     \
       memset(exec.workspace, 0xff, bytes);                                                         \
     CHECK_OK(call_##NAME(args, &exec));                                                            \
-    if (getenv("EMULATION_VERBOSE"))                                                               \
-      fprintf(stderr, "%s: %s\n", drawn, moelora_last_plan());                                     \
     check_guards();                                                                                \
   }
 RUN(experts)

@@ -24,16 +24,12 @@ def parts_of(name, depth):
 @pytest.mark.parametrize("shape", LONG)
 def test_every_shrink_of_a_depth_adds_up_the_same_parts(capability, shape):
     gpu, sizes = ("cuda", capability), QWEN3 | LONG[shape]
-    depths, met = (sizes["hidden"], sizes["inter"]), set()
+    depths, met = (sizes["hidden"], sizes["inter"], sizes["hidden"]), set()
     for tokens in TOKENS:
         for rank in (8, 16, 64, 256):
             words = answer(gpu, tokens=tokens, rank=rank, **sizes).split()
             alone = answer(gpu, "delta", tokens=tokens, rank=rank, **sizes).split()
-            for name, depth in (
-                (words[4], depths[0]),
-                (words[5], depths[1]),
-                (alone[2], depths[0]),
-            ):
+            for name, depth in zip((words[4], words[5], alone[2]), depths, strict=True):
                 assert parts_of(name, depth) == (8 if depth >= 4096 else 4)
                 met.add(name.split("_")[2])
     assert met == {"blocks", "windows", "segments"}
@@ -42,7 +38,7 @@ def test_every_shrink_of_a_depth_adds_up_the_same_parts(capability, shape):
 def test_a_forced_shrink_that_adds_up_otherwise_is_passed_over():
     gpu = ("cuda", 90)
     usual = answer(gpu, tokens=64, rank=16)
-    other, same = ("shrink_bf16_blocks_48x16x8_sm80", "shrink_bf16_blocks_48x64x4_sm80")
+    other, same = "shrink_bf16_blocks_48x16x8_sm80", "shrink_bf16_blocks_48x64x4_sm80"
     assert answer(gpu, tokens=64, rank=16, env={"MOELORA_FORCE_VARIANT": other}) == usual
     assert same in answer(gpu, tokens=64, rank=16, env={"MOELORA_FORCE_VARIANT": same})
 

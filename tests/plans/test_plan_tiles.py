@@ -94,7 +94,6 @@ def test_a_gpu_is_its_own():
 
 
 def test_the_log_has_every_tile_of_a_modeled_gpu():
-
     line = r"^moelora:   tile (\w+): [\d.]+ ns for 1000 weights(?:, (.*))?$"
 
     def log(*device):

@@ -279,12 +279,11 @@ def repository(tmp_path):
     for name, *_ in prepare.PLACES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
-    prepare.git("init", "--quiet", root=tmp_path)
-    for key, value in (("user.name", "a"), ("user.email", "a@example.org")):
-        prepare.git("config", key, value, root=tmp_path)
-    prepare.git("add", "--all", root=tmp_path)
-    prepare.git("commit", "--quiet", "--message", "all", root=tmp_path)
-    prepare.git("tag", "v0.0.9", root=tmp_path)
+    words = (
+        "init -q; config user.name a; config user.email a@a.org; add -A; commit -qm all; tag v0.0.9"
+    )
+    for command in words.split("; "):
+        prepare.git(*command.split(), root=tmp_path)
     return tmp_path
 
 
