@@ -1,7 +1,6 @@
-"""Builds and kernel variants on the same layers, their bits in tests, and their machine code.
+"""Builds and kernel variants on the same layers, and their machine code.
 
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
-    python -m benchmarks.compare bits before=../before after=.
     python -m benchmarks.compare machine-code before=a.o after=b.o --arch sm_90a
 
 `--help` after any of them. Two result files: `moelora bench compare before.json after.json`.
@@ -10,7 +9,7 @@
 import importlib
 import sys
 
-COMMANDS = ("times", "bits", "machine-code")
+COMMANDS = ("times", "machine-code")
 
 
 def main(argv=None):

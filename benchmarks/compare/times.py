@@ -11,7 +11,8 @@
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (builds.py). Each has a process of its own that holds the layer. They take turns, forwards and
 backwards, so that all meet the same clocks and neighbors; times are medians of the turns, and
-percentages compare with the first build. The same module twice shows the noise.
+percentages compare with the first build. The same module twice shows the noise. `same_bits` says
+whether the first batch has the same result with all builds.
 
 `--part` takes the delta of one projection instead of the layer. With DEEPGEMM=1 a build's layer is
 the two base products by an installed DeepGEMM. `--variants` adds the first build with each kernel
@@ -23,8 +24,6 @@ joules of a call, what held the clock down, and microseconds of each kernel. Wit
 zeros: the same instructions and bytes, but hardly any bit that changes. What zeros make faster,
 power makes slow. A difference that cycles (microseconds times MHz) have, too, is the schedule's;
 one that only joules have is energy's.
-
-`python -m benchmarks.compare bits` compares the bits of every operator.
 """
 
 import hashlib

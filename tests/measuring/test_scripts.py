@@ -108,7 +108,6 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, words, fields, values)
     ("words", "message"),
     [
         ("compare times before=nowhere", "'before=nowhere' is not NAME=MODULE"),
-        ("compare bits a=x a=y", "wanted two builds or more, of different names"),
         ("compare machine-code a=x b=y --cuobjdump nowhere", "it comes with CUDA's Toolkit"),
         ("compare times now=. --watts", "clocks and watts are a GPU's, and torch finds none"),
         ("churn --topics none", "--topics or --policies has ['none']"),
@@ -122,16 +121,6 @@ def test_what_cannot_be_measured_is_said_at_once(monkeypatch, capsys, words, mes
     with pytest.raises(SystemExit) as stopped:
         run(words)
     assert message in "".join(capsys.readouterr()) + str(stopped.value)
-
-
-def test_a_build_has_its_own_bits_and_others_are_named(capsys):
-    test = "tests/operators/test_gemm.py::test_input_per_token_is_input_per_row[cpu-float32]"
-    assert run(f"compare bits {BUILDS} -- {test}") == DIFFERS
-    said = capsys.readouterr().out
-    if DIFFERS:
-        assert f"scalar differs: {test}: call 0: fused_moe_lora_gemm, tensors 1" in said
-    as_before = "0 calls in 0 tests as before, 1 tests differ" if DIFFERS else "2 calls in 1 tests"
-    assert f"scalar: {as_before}" in said
 
 
 KERNELS = {  # before and after; of the last by its next name: a new template parameter
