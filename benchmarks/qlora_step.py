@@ -2,8 +2,6 @@
 
     python -m benchmarks.qlora_step --out benchmarks/results/h200-qlora-step.json
     python -m benchmarks.qlora_step --engines moelora,unsloth --peers .peers/train --out ...
-    python -m benchmarks.qlora_step --shape qwen3 --format nf4 --layers 48 --batch 1 --length 4096 \
-        --checkpointing --in-backward --cap-gb 24 --out benchmarks/results/h200-qlora-nf4.json
     python -m benchmarks.qlora_step --layers 24 --rank 8 --batch 1 --length 1024,4096 \
         --checkpointing --float32 --whole-logits --out benchmarks/results/h200-training-memory.json
 
@@ -17,11 +15,6 @@ process of its own. `--checkpointing` repeats each layer's forward in the backwa
 factors of experts, their gradients and moments in float32, as PEFT does by default;
 `--whole-logits` keeps those of all tokens. With all three, and all layers, the peak is what
 `training_memory` computes.
-
-`--shape qwen3` is Qwen3-30B-A3B: 128 experts, eight for a token, 151,936 tokens. `--format` is that
-of experts. `--cap-gb` lets torch's allocator have no more than that, as a smaller card would.
-`--in-backward` updates a factor as soon as it has its gradient, which is then freed, by plain SGD:
-what an optimizer keeps on the GPU comes on top (paged ones keep nothing).
 
 seconds: median of the steps after two; peak: of torch's allocator, weights included. `loss`: that
 of the first step, for which engines have the same weights.
@@ -48,29 +41,25 @@ from benchmarks.models import fan_in
 from benchmarks.options import parser, report
 from benchmarks.processes import apart
 from moelora.bench.cases import normal
-from moelora.bench.formats import FORMATS
+from moelora.bench.formats import draw_mxfp4
 
 WARM_UP = 2
 SCALING = 0.5  # of experts' adapters
 CHUNK = 1024  # tokens whose logits exist at once
-SHAPES = dict(zip(("gptoss", "qwen3"), training_memory.MODELS, strict=False))
-PEER = "mxfp4", "gptoss", False  # format, shape and float32 of unsloth
-FIELDS = ("shape", "format", "layers", "rank", "batch", "cap_gb")  # options, as are FLAGS
-FLAGS = ("checkpointing", "float32", "whole_logits", "in_backward")
+GPT_OSS = training_memory.MODELS[0]
+SETTINGS = ("layers", "rank", "batch", "length", "checkpointing", "float32", "whole_logits")
 
 
 @dataclass(frozen=True)
 class Sizes(training_memory.Model):
     rank: int = 16
-    format: str = "mxfp4"
 
 
 def draw_experts(s, make):
     """Experts of one layer and their adapter, as peers name them."""
     p = SimpleNamespace(E=s.experts, k=s.top_k, H=s.hidden, I=s.inter, r=s.rank, L=1, mx=True)
-    p.pack, drawn = FORMATS[s.format].pack, FORMATS[s.format].draw
-    p.q13, p.s13 = drawn(s.experts, 2 * s.inter, s.hidden, make, torch.bfloat16)
-    p.q2, p.s2 = drawn(s.experts, s.hidden, s.inter, make, torch.bfloat16)
+    p.q13, p.s13 = draw_mxfp4(s.experts, 2 * s.inter, s.hidden, make, torch.bfloat16)
+    p.q2, p.s2 = draw_mxfp4(s.experts, s.hidden, s.inter, make, torch.bfloat16)
     p.a13 = fan_in(make, s.experts, s.rank, s.hidden)
     p.b13 = fan_in(make, s.experts, 2 * s.inter, s.rank, scale=0.1)
     p.a2 = fan_in(make, s.experts, s.rank, s.inter)
@@ -80,7 +69,8 @@ def draw_experts(s, make):
 
 class Ours:
     def __init__(self, p, dtype=torch.bfloat16):
-        self.w13, self.w2 = p.pack(p.q13, p.s13, gate_up="concatenated"), p.pack(p.q2, p.s2)
+        pack = moelora.QuantizedWeights.from_mxfp4
+        self.w13, self.w2 = pack(p.q13, p.s13, gate_up="concatenated"), pack(p.q2, p.s2)
         names = {"w13_lora_a": p.a13, "w13_lora_b": p.b13, "w2_lora_a": p.a2, "w2_lora_b": p.b2}
         self.factors = {n: nn.Parameter(t.unsqueeze(0).to(dtype)) for n, t in names.items()}
         self.scalings = torch.full((1,), SCALING, device=p.a13.device)
@@ -186,30 +176,10 @@ class Model(nn.Module):
         return F.cross_entropy(F.linear(x, self.head).float(), wanted, reduction="sum")
 
 
-def update_in_backward(parameters):
-    """Updates each parameter when it has its gradient, and frees that."""
-
-    @torch.no_grad()
-    def update(parameter):
-        parameter.add_(parameter.grad, alpha=-1e-4)
-        parameter.grad = None
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(update)
-
-
 def measure(sizes, experts, length, args, device="cuda"):
     """What steps of a model with such experts take."""
-    on_gpu = device == "cuda"
-    if on_gpu and args.cap_gb:
-        total = torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(args.cap_gb * 1e9 / total)
-    model = Model(sizes, device, experts, args)
-    if args.in_backward:
-        update_in_backward(model.trained())
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=device))], lr=0.0)
-    else:
-        optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
+    model, on_gpu = Model(sizes, device, experts, args), device == "cuda"
+    optimizer = torch.optim.AdamW(model.trained(), lr=1e-4, fused=on_gpu)
     draw = torch.Generator(device).manual_seed(1)
     seconds, losses = [], []
     free()
@@ -237,17 +207,16 @@ def measure_engine(engine, length, args):
     """The measured part of a row, in a process of its own."""
     experts = unsloth(args.peers.resolve()) if engine == "unsloth" else Ours
     experts = partial(Ours, dtype=torch.float32) if args.float32 else experts
-    chosen = {name: getattr(args, name) for name in ("layers", "rank", "format")}
-    yield measure(Sizes(**vars(SHAPES[args.shape]) | chosen), experts, length, args)
+    sizes = Sizes(**vars(GPT_OSS) | {"layers": args.layers, "rank": args.rank})
+    yield measure(sizes, experts, length, args)
 
 
 def rows(args):
     """A row for each engine and length, as it is measured."""
     for engine, length in itertools.product(args.engines, args.length):
-        row = {"engine": engine} | {name: getattr(args, name) for name in FIELDS}
-        row |= {"length": length} | {name: getattr(args, name) for name in FLAGS}
+        settings = {name: getattr(args, name) for name in SETTINGS} | {"length": length}
         (measured,) = apart(measure_engine, [(engine, length, args)], args.seconds)
-        yield row | measured
+        yield {"engine": engine} | settings | measured
 
 
 def parsed(argv):
@@ -256,8 +225,6 @@ def parsed(argv):
         engines=(["moelora"], "moelora, unsloth, or both"),
         layers=12,
         rank=(Sizes.rank, "of the adapters"),
-        cap_gb=(0.0, "GB of the GPU; 0: all"),
-        in_backward=(False, "update in the backward"),
         batch=(2, "sequences"),
         length=([2048], "tokens of a sequence; several: one by one"),
         steps=7,
@@ -267,14 +234,9 @@ def parsed(argv):
         seconds=(150.0, "for an engine"),
     )
     p.add_argument("--peers", type=Path, help="a folder with train_peers.py, for unsloth")
-    p.add_argument("--shape", choices=SHAPES, default="gptoss", help="of the model")
-    formats = ("mxfp4", "nf4", "nvfp4")
-    p.add_argument("--format", choices=formats, default="mxfp4", help="of experts")
     args = p.parse_args(argv)
-    if "unsloth" in args.engines and args.peers is None:
-        p.error("unsloth needs --peers, a folder with train_peers.py")
-    if "unsloth" in args.engines and (args.format, args.shape, args.float32) != PEER:
-        p.error("unsloth has kernels for gpt-oss in MXFP4 and bfloat16 factors: use no other ones")
+    if "unsloth" in args.engines and (args.peers is None or args.float32):
+        p.error("unsloth needs --peers, a folder with train_peers.py, and no --float32")
     return args
 
 

@@ -46,7 +46,7 @@ SCRIPTS = [  # a script and its words, fields of its cases, their values
         "0|16|64",
     ),
     on_gpu("linear_delta --tokens 3 --ranks 16 --budget-ms 0", "used", "16|0|16|0"),
-    on_gpu("qlora_step --layers 1 --batch 1 --length 64 --steps 1", "format", "mxfp4"),
+    on_gpu("qlora_step --layers 1 --batch 1 --length 64 --steps 1", "engine", "moelora"),
     on_gpu(
         "training --shapes qwen3 --tokens 64 --ranks 8,8+4x2 --formats mxfp4 --grouped-mm",
         "tokens tenants format",
@@ -220,7 +220,7 @@ def test_products_beside_deepgemm_are_the_same_products(monkeypatch):
     assert not worker.batches[0].x.any()
 
 
-SMALL = qlora_step.Sizes("small", (), 2, 4, 2, 64, 64, 64, 4, 2, 16, 2, rank=4, format="nf4")
+SMALL = qlora_step.Sizes("small", (), 2, 4, 2, 64, 64, 64, 4, 2, 16, 2, rank=4)
 
 
 def test_a_qlora_step_repeats_layers_without_another_loss():
