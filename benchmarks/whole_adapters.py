@@ -17,24 +17,24 @@ times.
 `ratio` is over the first `base` in the same mode; the last one tells how far the clock has drifted.
 """
 
-import argparse
 import contextlib
 import statistics
-import time
+from functools import partial
 
 import torch
 import transformers
 
 import moelora.integrations.transformers as mt
 from benchmarks.engines.engine_model import PRESETS
-from benchmarks.gpu import capture, free, wait
+from benchmarks.gpu import capture, free, timed
 from benchmarks.models import factors, qwen3_moe
-from moelora.bench import results
+from benchmarks.options import parser, report
 
 ADAPTERS = ("a", "b", "c", "d")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PARTS = {
-    "mixed": ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts"),
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mixed": (*ATTENTION, "gate", "experts"),
+    "attention": ATTENTION,
     "experts": ("experts",),
 }
 WHAT = ("base", "loaded", *PARTS, "peft", "base")
@@ -75,31 +75,28 @@ class Steps:
             self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
         ).logits
 
+    def repeat(self, call):
+        for _ in range(self.steps):
+            call()
 
-def timed(steps, runs, device):
-    """Microseconds of a step: mode -> a number for each run; the first run warms up. For a mode
-    that cannot be, why."""
+
+def modes(steps, runs, device):
+    """{mode: microseconds of a step for each run, or why it cannot be}; the first run warms up."""
     steps.prefill()
-    calls, found = {}, {"eager": []}
+    calls, found = {"eager": steps.step}, {"eager": []}
     if device == "cuda":
-        found["graph"] = []
         steps.rewind()
         try:
-            calls["graph"] = capture(steps.step).replay
+            calls, found["graph"] = {"graph": capture(steps.step).replay} | calls, []
         except RuntimeError as error:  # it synchronizes with the host
             torch.cuda.synchronize()
             found["graph"] = str(error).splitlines()[0]
-    calls["eager"] = steps.step
     for run in range(runs + 1):
         for mode, call in calls.items():
             steps.rewind()
-            wait()
-            start = time.perf_counter()
-            for _ in range(steps.steps):
-                call()
-            wait()
+            seconds, _ = timed(partial(steps.repeat, call))
             if run:
-                found[mode].append((time.perf_counter() - start) / steps.steps * 1e6)
+                found[mode].append(1e6 * seconds / steps.steps)
     return found
 
 
@@ -112,7 +109,7 @@ def wrapped_by_peft(model, rank, implementation):
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=list(PARTS["attention"]),
+        target_modules=[*ATTENTION],
         target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
         init_lora_weights=False,
     )
@@ -125,13 +122,13 @@ def wrapped_by_peft(model, rank, implementation):
         before.set_experts_implementation(moelora)
 
 
-def measure(args):
-    shape = PRESETS[args.preset]
-    model = qwen3_moe(shape, args.layers, args.device, eos_token_id=None)
+def cases(args):
+    """A case for each model and mode, as they are measured."""
+    model = qwen3_moe(PRESETS[args.preset], args.layers, args.device, eos_token_id=None)
     model = model.eval().requires_grad_(False)
     implementation = model.config._experts_implementation
     mt.enable(model)
-    cases, base = [], {}
+    base = {}
     for what in WHAT:
         with contextlib.ExitStack() as stack:
             if what == "peft":
@@ -143,40 +140,36 @@ def measure(args):
                 names = [ADAPTERS[i % len(ADAPTERS)] for i in range(args.rows)]
                 stack.enter_context(mt.use_adapters(model, names))
             steps = Steps(model, args.rows, args.prompt, args.steps)
-            found = timed(steps, args.runs, args.device)
-        for mode, samples in found.items():
-            if isinstance(samples, str):
-                cases.append({"what": what, "mode": mode, "rows": args.rows, "skipped": samples})
+            found = modes(steps, args.runs, args.device)
+        for mode, us in found.items():
+            case = {"what": what, "mode": mode, "rows": args.rows}
+            if isinstance(us, str):
+                yield case | {"skipped": us}
                 continue
-            median = statistics.median(samples)
-            base.setdefault(mode, median)
-            case = {"what": what, "mode": mode, "rows": args.rows, "us": round(median, 1)}
-            case |= {"low": round(min(samples), 1), "high": round(max(samples), 1)}
-            case |= {"runs": len(samples), "ratio": round(median / base[mode], 3)}
-            cases.append(case)
-            print(f"{what:10} {mode:8} {median:10.1f} us  {case['ratio']:.3f} of base", flush=True)
+            median = statistics.median(us)
+            ratio = round(median / base.setdefault(mode, median), 3)
+            case |= {"us": round(median, 1), "low": round(min(us), 1), "high": round(max(us), 1)}
+            yield case | {"runs": len(us), "ratio": ratio}
         del steps
         free()
-    return cases
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="a3b", choices=PRESETS)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each row")
-    parser.add_argument("--steps", type=int, default=20, help="steps of one sample")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args(argv)
+    p = parser(
+        __doc__,
+        layers=12,
+        rank=(16, "of the adapters"),
+        rows=(16, "of the batch"),
+        prompt=(256, "tokens of each row"),
+        steps=(20, "of one sample"),
+        runs=(5, "samples of a mode"),
+    )
+    p.add_argument("--preset", default="a3b", choices=PRESETS, help="of the model")
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the model")
+    args = p.parse_args(argv)
+    settings = {name: getattr(args, name) for name in ("prompt", "preset", "rank")}
     with torch.inference_mode():
-        cases = measure(args)
-    if args.out:
-        settings = {"transformers": transformers.__version__, "rank": args.rank}
-        results.write(args.out, cases, prompt=args.prompt, preset=args.preset, **settings)
+        report(cases(args), args.out, transformers=transformers.__version__, **settings)
     return 0
 
 
