@@ -19,8 +19,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from rich.table import Table
 
 from moelora import _C
 from moelora.bench import baselines, cases, compare, config, console, formats, plot, results, shapes
-from moelora.bench.harness import Bench, Situation
+from moelora.bench.harness import Bench
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
 from moelora.bench.progress import CaseProgress
@@ -67,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.set_defaults(run=run)
     topics = parser.add_subparsers(metavar="plot | compare")
-    for topic in (plot, compare):
-        name = topic.__name__.rpartition(".")[2]
+    for name, topic in (("plot", plot), ("compare", compare)):
         topic.add_arguments(topics.add_parser(name, help=topic.ABOUT))
 
 
@@ -256,10 +254,9 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[list[Case], lis
         bench = layer = found = None  # free the last one's memory before the next takes its own
         same_a = "transformers" in args.baselines
         layer = Layer(model, dtype, args.ranks, adapters, generator, same_a)
-        situation = Situation(key, args.tp, args.mix, args.routing)
         found, missing = baselines.baselines_of(layer, args.baselines)
         absent |= missing
-        bench = Bench(layer, found, situation, timer, args.budget_ms, args.patience_s)
+        bench = Bench(key, layer, found, timer, args)
         for tokens in args.tokens:
             measured = bench.measure(tokens, generator)
             rows += measured
@@ -293,63 +290,54 @@ def result(row: Case) -> str:
 
 
 CAPTION = """M: tokens of the batch; bound: the least time that bytes and flops need; with, without:
-moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span; of
-bound: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
+moelora's layer with adapters and without; +-: half of what the middle 80 % of the turns span;
+share: bound / time; cost: of adapters, over the layer without; speedup: time of the fastest
 baseline with adapters / time of moelora with them; then the baselines, with adapters unless they
 say without; within noise: the two times differ by no more than their +-; -: not measured, or longer
 than --patience-s"""
 
-BESIDE = ("unpacked", "unpacking")  # columns of quantized weights
 
+def cells_of(row: Case) -> dict[str, str]:
+    """{column: text} of a case."""
 
-def show(rows: list[Case], remarks: list[str], console: Console) -> None:
-    """Print one line per case with one column per baseline, and what was skipped."""
-    if rows:
-        console.print(table_of(rows))
-    for line in remarks:
-        console.print(line, highlight=False)
-
-
-def table_of(rows: list[Case]) -> Table:
     def cell(us: float | None) -> str:
         return "-" if us is None else shown(us)
 
-    def unless_noise(row: Case, name: str, text: str) -> str:
+    def unless_noise(name: str, text: str) -> str:
         return "within noise" if compare.within_noise(row, name) else text
 
-    def speedup(row: Case) -> str:
-        return unless_noise(row, row["best_rival"], f"{row['ratio']:.2f}") if row["ratio"] else "-"
+    best = row["best_rival"]
+    return {
+        "model": model_of(row),
+        "weights": row["format"],
+        "M": str(row["tokens"]),
+        "rank": str(row["rank"]),
+        "adapters": str(row["adapters"]),
+        "bound": shown(row["bound_us"]),
+        "with": shown(row["ours_us"]),
+        "+-": f"{100 * compare.half_spread(row, 'ours'):.0f} %",
+        "share": f"{row['share']:.2f}",
+        "unpacked": cell(row.get(f"ours_{row['dtype']}_us")),
+        "unpacking": cell(row.get("ours_unpacking_us")),
+        "without": shown(row["ours_base_us"]),
+        "share without": f"{row['share_base']:.2f}",
+        "cost": unless_noise("ours_base", f"{100 * row['overhead']:+.0f} %"),
+        "speedup": unless_noise(best, f"{row['ratio']:.2f}") if best else "-",
+        **{baseline_name(name): shown(us) for name, us in row["rivals"].items()},
+    }
 
-    def rival(name: str, row: Case) -> str:
-        return cell(row["rivals"].get(name))
 
-    columns: list[tuple[str, Callable[[Case], str]]] = [
-        ("model", model_of),
-        ("weights", lambda row: row["format"]),
-        ("M", lambda row: str(row["tokens"])),
-        ("rank", lambda row: str(row["rank"])),
-        ("adapters", lambda row: str(row["adapters"])),
-        ("bound", lambda row: cell(row["bound_us"])),
-        ("with", lambda row: cell(row["ours_us"])),
-        ("+-", lambda row: f"{100 * compare.half_spread(row, 'ours'):.0f} %"),
-        ("of bound", lambda row: f"{row['share']:.2f}"),
-        ("unpacked", lambda row: cell(row.get(f"ours_{row['dtype']}_us"))),
-        ("unpacking", lambda row: cell(row.get("ours_unpacking_us"))),
-        ("without", lambda row: cell(row["ours_base_us"])),
-        ("of bound", lambda row: f"{row['share_base']:.2f}"),
-        ("cost", lambda row: unless_noise(row, "ours_base", f"{100 * row['overhead']:+.0f} %")),
-        ("speedup", speedup),
-    ]
-    who = dict.fromkeys(name for row in rows for name in row["rivals"])
-    columns += [(baseline_name(name), partial(rival, name)) for name in who]
-    unused = {t for t, text in columns if t in BESIDE and all(text(row) == "-" for row in rows)}
-    columns = [(title, text) for title, text in columns if title not in unused]
+def table_of(rows: list[Case]) -> Table:
+    """One line per case, with one column per baseline; empty columns are left out."""
+    cells = [cells_of(row) for row in rows]
+    every = dict.fromkeys(title for row in cells for title in row)
+    titles = [title for title in every if any(row.get(title, "-") != "-" for row in cells)]
     table = Table(title="us per layer", caption=" ".join(CAPTION.split()))
-    for title, _ in columns:
+    for title in titles:
         table.add_column(title, justify="right")
-    for _, of_layer in groupby(rows, lambda row: (model_of(row), row["format"])):
+    for _, of_layer in groupby(cells, lambda row: (row["model"], row["weights"])):
         for row in of_layer:
-            table.add_row(*(text(row) for _, text in columns))
+            table.add_row(*(row.get(title, "-") for title in titles))
         table.add_section()
     return table
 
@@ -384,7 +372,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"moelora bench: {error}", file=sys.stderr)
         return 2
     try:
-        show(*measure(args, where), where)
+        rows, remarks = measure(args, where)
+        if rows:
+            where.print(table_of(rows))
+        for line in remarks:
+            where.print(line, highlight=False)
     finally:
         if args.variant:
             _C.force_variant(None)

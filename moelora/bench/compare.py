@@ -13,6 +13,7 @@ from moelora.bench.results import Case, shown
 # Fields that identify a case within a file; absent fields count as None.
 FIELDS = "model experts tp tokens rank adapters mix routing dtype format".split()
 
+LEAST = 0.03  # change that counts
 ABOUT = "flag what became slower between two files"
 
 
@@ -20,10 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Exit status 0: nothing is slower; 1: something is, or no case in common."
     parser.add_argument("before", help="result file of the older build")
     parser.add_argument("after", help="result file of the newer one, of the same cases")
-    parser.add_argument(
-        "--noise", default=0.03, type=float, help="least change that counts (default: %(default)s)"
-    )
-    parser.add_argument("--all", action="store_true", help="show what did not change, too")
     parser.set_defaults(run=run)
 
 
@@ -48,9 +45,9 @@ def within_noise(case: Case, name: str, other: str = "ours") -> bool:
     return abs(change) <= half_spread(case, name) + half_spread(case, other)
 
 
-def changes(before: list[Case], after: list[Case], least: float) -> list[Case]:
+def changes(before: list[Case], after: list[Case]) -> list[Case]:
     """Change of each of our times in both files: `change` is after / before - 1, `noise` its
-    threshold: `least`, or the spreads of both runs if these are larger.
+    threshold: LEAST, or the spreads of both runs if these are larger.
     """
     known = {identity(case): case for case in before}
     found = []
@@ -60,7 +57,7 @@ def changes(before: list[Case], after: list[Case], least: float) -> list[Case]:
             if not (field.startswith("ours") and field.endswith("_us")) or field not in new:
                 continue
             name = field.removesuffix("_us")
-            noise = max(least, half_spread(old, name) + half_spread(new, name))
+            noise = max(LEAST, half_spread(old, name) + half_spread(new, name))
             change = new[field] / was - 1
             verdict = "slower" if change > noise else "faster" if change < -noise else "same"
             row = {"case": describe(new), "what": name, "before_us": was, "after_us": new[field]}
@@ -85,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
     for name in ("device", "max_cc", "torch", "threads"):
         if old_meta.get(name) != new_meta.get(name):
             where.print(f"note: {name}: {old_meta.get(name)}, then {new_meta.get(name)}")
-    found = changes(before, after, args.noise)
+    found = changes(before, after)
     table = Table("case", "what", "before us", "after us", "change", "noise", "")
     for c in sorted(found, key=lambda c: -c["change"]):
-        if args.all or c["verdict"] != "same":
-            color = {"slower": "red", "faster": "green", "same": "dim"}[c["verdict"]]
+        if c["verdict"] != "same":
+            color = {"slower": "red", "faster": "green"}[c["verdict"]]
             table.add_row(
                 *(c["case"], c["what"], shown(c["before_us"]), shown(c["after_us"])),
                 *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),

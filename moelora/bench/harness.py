@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -116,51 +117,36 @@ def of_rank(values: Mapping[Key, Value], rank: int) -> dict[str, Value]:
 
 
 @dataclass
-class Situation:
-    """Common properties of the batches of a layer."""
-
-    key: str  # key of the model in result files
-    tp: int
-    mix: str
-    routing: str
-
-
 class Bench:
     """All baselines of one layer; those that were too slow are not tried again."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        baselines: Sequence[Baseline],
-        situation: Situation,
-        timer: GraphTimer | TurnTimer,
-        budget_ms: float,
-        patience_s: float,
-    ):
-        self.layer, self.baselines, self.situation = layer, baselines, situation
-        self.timer, self.budget_ms, self.patience_s = timer, budget_ms, patience_s
-        self.slow: dict[Key, str] = {}  # reasons
+    key: str  # key of the model in result files
+    layer: Layer
+    baselines: Sequence[Baseline]
+    timer: GraphTimer | TurnTimer
+    args: Namespace  # settled options of the command
+    slow: dict[Key, str] = field(default_factory=dict)  # reasons
 
     def measure(self, tokens: int, generator: torch.Generator) -> list[Case]:
         """Rows of the result file for batches with this many tokens: one per rank."""
-        s, layer = self.situation, self.layer
-        batches = draw_batches(layer, tokens, generator, s.mix, s.routing)
+        args, layer = self.args, self.layer
+        batches = draw_batches(layer, tokens, generator, args.mix, args.routing)
         self.skipped = dict(self.slow)
         runs = self.runs(batches)
         plan, errors, ratios = self.check(runs, batches[0])
         work = {rank: mean_work(layer.model, batches, rank) for rank in (0, *layer.stacks)}
-        times, peaks = self.timer.compare(runs, batches, work[0][1], self.budget_ms)
+        times, peaks = self.timer.compare(runs, batches, work[0][1], args.budget_ms)
         bounds = {rank: bound_us(layer.model, w, peaks) for rank, w in work.items()}
         return [
             {
-                "model": s.key,
+                "model": self.key,
                 "experts": layer.model.experts,
-                "tp": s.tp,
+                "tp": args.tp,
                 "tokens": tokens,
                 "rank": rank,
                 "adapters": layer.adapters,
-                "mix": s.mix if s.mix in cases.MIXES else f"{s.mix} base",
-                "routing": s.routing,
+                "mix": args.mix if args.mix in cases.MIXES else f"{args.mix} base",
+                "routing": args.routing,
                 "dtype": layer.dtype,
                 "format": layer.model.format or layer.dtype,
                 "plan": plan,
@@ -199,7 +185,7 @@ class Bench:
             who, rank = key
             try:
                 run = runs[key]
-                out = run.first(self.patience_s) if run.first else run.call(0)
+                out = run.first(self.args.patience_s) if run.first else run.call(0)
             except TooSlow as why:
                 self.leave_out(runs, key, f"{len(batch.x)} tokens, rank {rank}: {why}")
                 continue
@@ -218,7 +204,7 @@ class Bench:
             nears[key], errors[key] = near, max(near, far)
             if not errors[key] < tolerance_of(self.layer):
                 raise RuntimeError(
-                    f"{self.situation.key} {self.layer.dtype} M={len(batch.x)} rank {rank}: {who} "
+                    f"{self.key} {self.layer.dtype} M={len(batch.x)} rank {rank}: {who} "
                     f"is off by {near:.3g} from float64 and by {far:.3g} from moelora"
                 )
         return plan, errors, self.error_ratios(nears)

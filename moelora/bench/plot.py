@@ -26,7 +26,7 @@ NAMES = {  # of fields of result files
     "transformers": "transformers and PEFT",
 }
 FEW_TOKENS, FEW_CASES = 3, 6  # at most so many are bars
-LINES = ("-", ":", "-.", (0, (1, 3)))  # of ranks
+RANKS = {16: "-", 64: ":"}  # of adapters in `beside`, and their lines
 ABOUT = "draw result files of bench"
 
 
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", "-o", default="bench.png", help="ends in .png or .svg (default: %(default)s)")
     about = "; ".join(f"{name}: {what}" for name, (_, what) in PICTURES.items())
     add("--picture", choices=PICTURES, default="roofline", help=f"{about} (default: %(default)s)")
-    about = "of the adapters in `beside`, with commas between (default: %(default)s)"
-    add("--rank", default="16,64", help=about)
-    about = "of the kernels in `beside`, for its title (default: the file's)"
+    about = "of the kernels in `beside`, for its title (default: none)"
     add("--vllm-version", help=about)
     parser.set_defaults(run=run)
 
@@ -81,10 +79,9 @@ def of_topic(args: argparse.Namespace, topic: str, what: str) -> tuple[Case, lis
 
 
 def layers(args: argparse.Namespace) -> Figure:
-    """One picture of all files: achieved flops over intensity under the roofline, and the
-    overhead of adapters by number of tokens; of cases that were measured with several numbers of
-    adapters, the overhead by these. Few numbers of tokens make no curve: the times of such cases,
-    e.g. those of `bench --quick`, are bars instead.
+    """The roofline and the overhead of adapters by number of tokens, of all files; of cases with
+    several numbers of adapters, the overhead by these. Few numbers of tokens make no curve: times
+    of such cases, e.g. those of `bench --quick`, are bars instead.
     """
     loaded = [results.read(file) for file in args.files]
     rows = [row for _, cases in loaded for row in cases if "bound_base_us" in row]
@@ -107,13 +104,12 @@ def layers(args: argparse.Namespace) -> Figure:
             overhead(axes[-1], counted, "adapters")
     else:
         figure = times(rows)
-    made_on = [
-        text
-        for meta, _ in loaded
-        for text in (meta["device"], f"moelora {meta['moelora']}", f"torch {meta['torch']}")
-    ]
-    figure.suptitle(", ".join(dict.fromkeys(made_on)))
+    figure.suptitle(", ".join(dict.fromkeys(text for meta, _ in loaded for text in made_on(meta))))
     return figure
+
+
+def made_on(meta: Case) -> list[str]:
+    return [meta["device"], f"moelora {meta['moelora']}", f"torch {meta['torch']}"]
 
 
 def case_of(row: Case, *fields: str) -> str:
@@ -136,17 +132,17 @@ def times(rows: Sequence[Case]) -> Figure:
     figure = new_figure(9, sum(1.75 + 0.25 * len(row["rivals"]) for row in rows))
     every = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for axes, row in zip(every, rows, strict=True):
-        found = {
-            "moelora": (row["ours_us"], "C0"),
-            "moelora, no adapters": (row["ours_base_us"], "C9"),
-            "lower bound": (row["bound_us"], "0.7"),
-        }
+        bars = [
+            ("moelora", row["ours_us"], "C0"),
+            ("moelora, no adapters", row["ours_base_us"], "C9"),
+            ("lower bound", row["bound_us"], "0.7"),
+        ]
         for field, us in row["rivals"].items():
             name, base, _ = field.partition("_base")
             label = NAMES.get(name, baseline_name(name)) + (", no adapters" if base else "")
-            found[label] = us, "C1" if base else "C3"
-        widths, colors = zip(*found.values(), strict=True)
-        axes.bar_label(axes.barh([*found], widths, color=colors), fmt=shown, padding=2, fontsize=8)
+            bars.append((label, us, "C1" if base else "C3"))
+        labels, widths, colors = zip(*bars, strict=True)
+        axes.bar_label(axes.barh(labels, widths, color=colors), fmt=shown, padding=2, fontsize=8)
         axes.set_title(case_of(row, "tokens", "adapters"), loc="left", fontsize=9)
         axes.tick_params("y", labelsize=8)
         axes.invert_yaxis()
@@ -207,34 +203,32 @@ def overhead(axes: Axes, rows: Sequence[Case], along: str) -> None:
 
 def beside(args: argparse.Namespace) -> Figure:
     """Time of a layer by number of tokens, relative to vLLM's layer without adapters."""
-    ranks = [int(rank) for rank in args.rank.split(",")]
     (file,) = args.files
     meta, cases = results.read(file)
     wanted = {"vllm_base", "vllm_default"}
-    rows = sorted(
-        (row for row in cases if wanted <= row.get("rivals", {}).keys() and row["model"] in MODELS),
-        key=lambda row: row["tokens"],
-    )
-    for rank in ranks:
+    rows = [row for row in cases if wanted <= row.get("rivals", {}).keys()]
+    rows = [row for row in rows if row["model"] in MODELS and row["rank"] in RANKS]
+    for rank in RANKS:
         if not any(row["rank"] == rank for row in rows):
             raise ValueError(f"{file} has no case of rank {rank} with vLLM's layers")
-    rows = [row for row in rows if row["rank"] in ranks]
+    rows.sort(key=lambda row: row["tokens"])
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     figure = new_figure(3.4 * len(models) + 1, 3.8)
     from matplotlib.ticker import ScalarFormatter
 
+    lines: dict[str, tuple[str, dict[str, Any]]] = {
+        "vLLM": ("vllm_default", {"color": "C3", "marker": "s", "lw": 1.5}),
+        "moelora": ("ours_us", {"color": "C0", "marker": "o", "lw": 2.5}),
+    }
     every = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(every, models, strict=True):
-        for rank, line in zip(ranks, LINES, strict=False):
+        for rank, line in RANKS.items():
             some = [row for row in rows if (row["model"], row["rank"]) == (model, rank)]
             tokens = [row["tokens"] for row in some]
-            for who, field, (color, marker, lw) in (
-                ("vLLM", "vllm_default", ("C3", "s", 1.5)),
-                ("moelora", "ours_us", ("C0", "o", 2.5)),
-            ):
+            for who, (field, style) in lines.items():
                 share = [(row | row["rivals"])[field] / row["rivals"]["vllm_base"] for row in some]
-                how: dict[str, Any] = {"color": color, "marker": marker, "lw": lw, "ms": 4}
-                axes.plot(tokens, share, label=f"{who}, adapters of rank {rank}", ls=line, **how)
+                label = f"{who}, adapters of rank {rank}"
+                axes.plot(tokens, share, label=label, ls=line, ms=4, **style)
         axes.axhline(1.0, label="vLLM, no adapters", color="0.4", ls="--", lw=1.5)
         ticks = sorted({row["tokens"] for row in rows if row["model"] == model})
         axes.set(xscale="log", xlabel="tokens", title=MODELS[model].name, xticks=ticks)
@@ -246,12 +240,12 @@ def beside(args: argparse.Namespace) -> Figure:
     number, dtypes = (
         ", ".join(sorted({str(row[name]) for row in rows})) for name in ("adapters", "dtype")
     )
-    vllm = args.vllm_version or meta.get("vllm")
-    versions = f"moelora {meta['moelora']}, " + (f"kernels of vLLM {vllm}, " if vllm else "")
-    title = f"One {dtypes} MoE layer, {number} adapters, {meta['device']}\n"
-    figure.suptitle(f"{title}{versions}torch {meta['torch']}", fontsize=11)
+    device, ours, torch = made_on(meta)
+    vllm = [f"kernels of vLLM {args.vllm_version}"] if args.vllm_version else []
+    title = f"One {dtypes} MoE layer, {number} adapters, {device}\n"
+    figure.suptitle(title + ", ".join([ours, *vllm, torch]), fontsize=11)
     handles = every[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=(2 * len(ranks) + 2) // 2)
+    figure.legend(*handles, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -303,14 +297,8 @@ def policies(args: argparse.Namespace) -> Figure:
 
 
 PICTURES = {
-    "roofline": (
-        layers,
-        "flops under the roof and the cost of adapters; of few cases their times",
-    ),
+    "roofline": (layers, "flops under the roof and cost of adapters; of few cases their times"),
     "beside": (beside, "a layer with adapters beside vLLM's with and without, of one file"),
     "arrivals": (arrivals, "times to the first token, of one file of benchmarks.churn"),
-    "rl": (
-        policies,
-        "rewards, and how far trainers are from samplers, of one file of benchmarks.rl_loop",
-    ),
+    "rl": (policies, "rewards, and gaps of trainer and sampler, of one file of benchmarks.rl_loop"),
 }
