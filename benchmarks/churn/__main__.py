@@ -19,14 +19,13 @@ from benchmarks.engines.engine_model import PRESETS
 from benchmarks.gpu import free
 from benchmarks.options import parser, report
 
-TOPICS = ("arrivals", "updates")
+TOPICS = {"arrivals": arrivals.measure, "updates": updates.measure}
 
 
 def parsed(argv):
     p = parser(
         __doc__,
         topics=([*TOPICS], "of cases"),
-        policies=([*arrivals.POLICIES], "the first is the base"),
         layers=12,
         slots=(8, "of the pool"),
         adapters=(16, "that requests have"),
@@ -43,8 +42,8 @@ def parsed(argv):
     p.add_argument("--preset", default="a3b", choices=PRESETS, help="of the model")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the model")
     args = p.parse_args(argv)
-    if unknown := {*args.topics} - {*TOPICS} | {*args.policies} - {*arrivals.POLICIES}:
-        p.error(f"--topics or --policies has {sorted(unknown)}")
+    if unknown := {*args.topics} - {*TOPICS}:
+        p.error(f"--topics has {sorted(unknown)}")
     if len(args.ranks) != 2 or args.adapters < args.slots:
         p.error("wanted two --ranks, and at least as many --adapters as --slots")
     return args
@@ -52,13 +51,9 @@ def parsed(argv):
 
 def cases(args):
     """All cases, as they are measured."""
-    shape = PRESETS[args.preset]
-    if "arrivals" in args.topics:
-        yield from arrivals.measure(shape, args)
+    for topic in args.topics:
+        yield from TOPICS[topic](PRESETS[args.preset], args)
         free()
-    if "updates" in args.topics:
-        sizes = args.update_layers, args.update_rank, args.updates
-        yield from updates.measure(shape, *sizes, args.device)
 
 
 def main(argv=None):

@@ -53,7 +53,7 @@ class Loop:
         self.decoder, self.pool, self.policy = decoder, pool, policy
         self.rows = [None] * decoder.rows
         self.waiting = deque()
-        self.prefills, self.steps = [], []  # seconds of each
+        self.prefills = []  # seconds of each
 
     def run(self, made):
         """Seconds that it took."""
@@ -67,7 +67,8 @@ class Loop:
                 self.pool.prefetch(request.adapter for request in self.waiting)
             began = self.begin(start)
             if any(self.rows):
-                self.step()
+                self.decoder.decode()
+                self.end()
             elif not began:
                 time.sleep(1e-4)
         return time.perf_counter() - start
@@ -104,25 +105,22 @@ class Loop:
             return True
         return adapter in self.pool and not any(self.rows)
 
-    def step(self):
-        begun = time.perf_counter()
-        self.decoder.decode()
-        self.steps.append(time.perf_counter() - begun)
+    def end(self):
+        """Take requests that have all of their tokens out of the batch."""
         for row, request in enumerate(self.rows):
-            if request is None:
-                continue
-            request.left -= 1
-            if request.left <= 0:
-                self.decoder.leave(row)
-                request.held.release()
-                self.rows[row] = None
+            if request is not None:
+                request.left -= 1
+                if request.left <= 0:
+                    self.decoder.leave(row)
+                    request.held.release()
+                    self.rows[row] = None
 
 
 def measure(shape, args):
     """A case for each policy, as it is measured; ratios are over the first one."""
     decoder = Decoder(shape, args.layers, args.rows, args.prompt + args.new + 1, args.device)
     first = None
-    for policy in args.policies:
+    for policy in POLICIES:
         case = measure_policy(policy, decoder, args)
         free()
         first = first or case
@@ -133,12 +131,13 @@ def measure(shape, args):
 
 def filled_pool(slots, decoder, args):
     """(a pool that knows all adapters, their names); the most frequent ones are in its slots."""
-    names = [f"lora{n}-r{args.ranks[n % 2]}" for n in range(args.adapters)]
-    sizes = args.layers, slots, max(args.ranks), args.device
-    pool = new_pool(decoder.shape, *sizes, host=len(names))
-    for number, name in enumerate(names):
-        state, config = factors(pool, args.ranks[number % 2], number)
-        pool.register(name, state, config=config)
+    names, sizes = [], (args.layers, slots, max(args.ranks), args.device)
+    pool = new_pool(decoder.shape, *sizes, host=args.adapters)
+    for number in range(args.adapters):
+        rank = args.ranks[number % 2]
+        names.append(f"lora{number}-r{rank}")
+        state, config = factors(pool, rank, number)
+        pool.register(names[-1], state, config=config)
     for name in names[:slots]:
         pool.lookup(name)
     return pool, names
@@ -150,23 +149,24 @@ def measure_policy(policy, decoder, args):
     pool, names = filled_pool(slots, decoder, args)
     decoder.use(pool)
 
-    def go(count, rate, seed):
+    def serve(count, rate, seed):
+        """(requests, seconds until all are done)"""
         made = requests(count, rate, names, args.prompt, args.new, VOCAB, seed)
-        loop = Loop(decoder, pool, policy)
-        return made, loop.run(made), loop
+        return made, Loop(decoder, pool, policy).run(made)
 
-    go(4, None, 1)  # warms up
-    made, _, loop = go(args.requests, args.rate, 2)
+    serve(4, None, 1)  # warms up
+    made, _ = serve(args.requests, args.rate, 2)
     waits = [1e3 * (r.first - r.arrival) for r in made]
-    absent = [wait for wait, r in zip(waits, made, strict=True) if r.absent]
-    present = [wait for wait, r in zip(waits, made, strict=True) if not r.absent]
-    _, seconds, _ = go(args.requests, None, 3)
+    absent, present = (
+        [wait for wait, r in zip(waits, made, strict=True) if r.absent == which]
+        for which in (True, False)
+    )
+    _, seconds = serve(args.requests, None, 3)
     case = {"topic": "arrivals", "policy": policy, "slots": slots, "adapters": len(names)}
     case |= {"requests": len(made), "rate": args.rate, "absent": len(absent)}
-    case |= {"ttft_ms": median(waits), "ttft_p95_ms": round(percentile(waits, 0.95), 2)}
+    late = sorted(waits)[19 * len(waits) // 20]
+    case |= {"ttft_ms": median(waits), "ttft_p95_ms": round(late, 2)}
     case |= {"ttft_present_ms": median(present), "ttft_absent_ms": median(absent)}
-    case |= {"prefill_ms": median(1e3 * s for s in loop.prefills)}
-    case |= {"step_ms": median(1e3 * s for s in loop.steps)}
     case |= {"tok_s": round(len(made) * args.new / seconds, 1)}
     case |= {"host_gib": round(pool.host_bytes() / 2**30, 2)}
     case |= {"most_frequent": Counter(r.adapter for r in made).most_common(1)[0][1]}
@@ -174,10 +174,4 @@ def measure_policy(policy, decoder, args):
 
 
 def median(numbers):
-    numbers = list(numbers)
     return round(statistics.median(numbers), 2) if numbers else None
-
-
-def percentile(numbers, share):
-    ordered = sorted(numbers)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -73,29 +73,29 @@ def update(pool, states, config, count):
     return found[1:]
 
 
-def measure(shape, layers, rank, count, device):
+def measure(shape, args):
     """Cases: both layouts of a state dict, idle and under load."""
-    pool = new_pool(shape, layers, 3, rank, device)
-    decoder = Decoder(shape, layers, ROWS, LENGTH, device, shared=True)
+    layers, rank = args.update_layers, args.update_rank
+    pool = new_pool(shape, layers, 3, rank, args.device)
+    decoder = Decoder(shape, layers, ROWS, LENGTH, args.device, shared=True)
     decoder.use(pool)
     for layout in ("stacked", "peft"):
-        made = [factors(pool, rank, seed, layout) for seed in range(2)]
-        states, config = [state for state, _ in made], made[0][1]
-        nbytes = sum(t.nbytes for t in states[0].values())
-        pool.add("a", states[0], config=config, replace=True)
+        (state, config), (other, _) = (factors(pool, rank, seed, layout) for seed in range(2))
+        nbytes = sum(t.nbytes for t in state.values())
+        pool.add("a", state, config=config, replace=True)
         case = {"topic": "updates", "layout": layout, "layers": layers, "experts": shape.experts}
         case |= {"rank": rank, "gib": round(nbytes / 2**30, 3)}
-        yield case | {"what": "idle"} | times(update(pool, states, config, count), [])
+        versions = (state, other), config, args.updates
+        yield case | {"what": "idle"} | times(update(pool, *versions), [])
         with Load(decoder) as load:
-            found = update(pool, states, config, count)
-        steps = [1e3 * seconds for seconds in load.seconds]
-        yield case | {"what": "under load"} | times(found, steps)
-        del made, states
+            found = update(pool, *versions)
+        yield case | {"what": "under load"} | times(found, [1e3 * s for s in load.seconds])
+        del state, other, versions
 
 
 def times(updates, steps):
     """Fields of a case, from milliseconds."""
-    fields = {"ms": round(statistics.median(updates), 2), "low": round(min(updates), 2)}
-    fields |= {"high": round(max(updates), 2), "updates": len(updates)}
-    fields |= {"step_ms": round(statistics.median(steps), 2) if steps else None}
-    return fields | {"step_max_ms": round(max(steps), 2) if steps else None}
+    found = {"ms": statistics.median(updates), "low": min(updates), "high": max(updates)}
+    found |= {"step_ms": statistics.median(steps), "step_max_ms": max(steps)} if steps else {}
+    found = {name: round(ms, 2) for name, ms in found.items()} | {"updates": len(updates)}
+    return {"step_ms": None, "step_max_ms": None} | found

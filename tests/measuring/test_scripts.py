@@ -110,7 +110,7 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, words, fields, values)
         ("compare times before=nowhere", "'before=nowhere' is not NAME=MODULE"),
         ("compare machine-code a=x b=y --cuobjdump nowhere", "it comes with CUDA's Toolkit"),
         ("compare times now=. --watts", "clocks and watts are a GPU's, and torch finds none"),
-        ("churn --topics none", "--topics or --policies has ['none']"),
+        ("churn --topics none", "--topics has ['none']"),
         ("churn --ranks 4", "wanted two --ranks, and at least as many --adapters as --slots"),
         ("qlora_step --engines unsloth", "unsloth needs --peers"),
         *((f"compare {name} --help", f"usage: benchmarks.compare {name} ") for name in COMMANDS),
