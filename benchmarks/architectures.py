@@ -8,6 +8,7 @@ numbers each, because their activation is found out by calling it.
 """
 
 import argparse
+import collections
 import contextlib
 import importlib
 import io
@@ -26,26 +27,15 @@ from moelora.integrations.transformers.projection import up_name
 
 EXPERTS = re.compile(r"^class \w*(Experts?|MoE|MoeBlock)\b", re.M)
 
-
-GEMMA = {
-    "enable_moe_block": True,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 128,
-}
-INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 1024,
-    "indexer_compress_ratio": 4,
-    "output_gate_type": "sigmoid",
-}
+GEMMA = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+GEMMA |= {"moe_intermediate_size": 128}
+INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 256, "budget": 1024, "compress_ratio": 4}
+INDEXER = {f"indexer_{name}": size for name, size in INDEXER.items()}
+INDEXER |= {"output_gate_type": "sigmoid"}
+SPARSE = {"num_hidden_layers": 12, "mlp_layer_types": ["dense", *11 * ["sparse"]]}
 # What default configurations leave out: without it they have no experts, or make no model.
 FILLED = {
-    "deepseek_ocr2": {
-        "text_config": {"num_hidden_layers": 12, "mlp_layer_types": ["dense"] + 11 * ["sparse"]}
-    },
+    "deepseek_ocr2": {"text_config": SPARSE},
     "diffusion_gemma": {"text_config": GEMMA},
     "doge": {"is_moe": True},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -56,6 +46,20 @@ FILLED = {
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
 }
+TABLE = """\
+# Architectures
+
+Of {asked} mixture-of-experts architectures of transformers {version}, each made
+from its default configuration, {reached} reach moelora in every layer. For the others `enable` of
+`moelora.integrations.transformers` raises, with the reason. Where the default has no experts, or
+makes no model, what it leaves out is filled in (*); a question mark stands where that is not
+known.
+
+Made by `python -m benchmarks.architectures --out docs/architectures.md`.
+
+| `model_type` | reaches moelora | |
+| --- | --- | --- |
+"""
 
 
 def architectures():
@@ -73,59 +77,39 @@ def architectures():
 
 
 def make(model_type):
-    """A model without memory."""
+    """A model without memory, but for tiny zero weights of experts with the experts interface."""
     filled = FILLED.get(model_type, {})
-    return empty_model(transformers.AutoConfig.for_model(model_type, **filled))
-
-
-def shrink(model):
-    """Replaces the weights of experts that have the experts interface by tiny zero tensors."""
+    model = empty_model(transformers.AutoConfig.for_model(model_type, **filled))
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             for name, outer in ((up_name(module), 2), ("down_proj", 1)):
                 shape = (1, 4, 4 * outer) if module.is_transposed else (1, 4 * outer, 4)
                 setattr(module, name, nn.Parameter(torch.zeros(shape)))
+    return model
 
 
 def ask(model_type):
-    """None if every layer reaches moelora, else the reason; and whether that was asked at all."""
+    """Whether every layer reaches moelora: "yes", "no" or "?"; and if not, why."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             model = make(model_type)
     except Exception as error:
-        return False, f"not made from its default configuration: {type(error).__name__}"
-    shrink(model)
+        return "?", f"not made from its default configuration: {type(error).__name__}"
     try:
         moelora_hf.enable(model)
     except NotImplementedError as error:
-        return True, str(error)
-    return True, None
+        return "no", str(error)
+    return "yes", ""
 
 
 def table(rows):
-    reached = sum(asked and reason is None for _, asked, reason in rows)
-    asked = sum(asked for _, asked, _ in rows)
-    text = f"""\
-Of {asked} mixture-of-experts architectures of transformers {transformers.__version__}, each made
-from its default configuration, {reached} reach moelora in every layer. For the others `enable` of
-`moelora.integrations.transformers` raises, with the reason. Where the default has no experts, or
-makes no model, what it leaves out is filled in (*); a question mark stands where that is not
-known."""
-    lines = [
-        "# Architectures",
-        "",
-        *text.split("\n"),
-        "",
-        "Made by `python -m benchmarks.architectures --out docs/architectures.md`.",
-        "",
-        "| `model_type` | reaches moelora | |",
-        "| --- | --- | --- |",
-    ]
-    for model_type, was_asked, reason in rows:
-        answer = "yes" if reason is None else ("no" if was_asked else "?")
+    count = collections.Counter(answer for _, answer, _ in rows)
+    sizes = {"asked": count["yes"] + count["no"], "reached": count["yes"]}
+    text = TABLE.format(**sizes, version=transformers.__version__)
+    for model_type, answer, reason in rows:
         filled = " *" if model_type in FILLED else ""
-        lines.append(f"| `{model_type}`{filled} | {answer} | {reason or ''} |")
-    return "\n".join([*lines, ""])
+        text += f"| `{model_type}`{filled} | {answer} | {reason} |\n"
+    return text
 
 
 def main(argv=None):
