@@ -38,7 +38,7 @@ DEMO = ROOT / "examples/demo_model"
 MODES = ("alone", "ddp", "fsdp2", "ep", "tp", "tp+ep")
 ONE_BATCH = ("tp", "tp+ep")
 QUANTIZED = ("alone", "ddp", "fsdp2")  # modes in which a process may have all experts
-SIZED = "Qwen3-30B-A3B"
+SIZED = {"Qwen3-30B-A3B": {"num_hidden_layers": 48, "head_dim": 128, "norm_topk_prob": True}}
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK, WARM_UP = 16, 2
 # Imported once for all processes. Not peft: bitsandbytes, which it imports, begins with CUDA.
@@ -51,8 +51,7 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Qwen3MoeConfig
     from transformers.distributed import DistributedConfig
 
-    world, mode = case["world"], case["mode"]
-    quantized = case["format"] != "bf16"
+    world, mode, quantized = case["world"], case["mode"], case["format"] != "bf16"
     options = {"dtype": torch.bfloat16 if quantized or device.type == "cuda" else torch.float32}
     if mode in QUANTIZED:
         options["device_map"] = {"": device}
@@ -60,15 +59,13 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
         split = {"fsdp_size" if mode == "ep" else "tp_size": world}
         split["ep_size"] = 1 if mode == "tp" else world
         options["distributed_config"] = DistributedConfig(**split)
-    if args.model == SIZED:  # transformers' defaults, but for these
-        config = Qwen3MoeConfig(num_hidden_layers=48, head_dim=128, norm_topk_prob=True)
-    else:
-        config = AutoConfig.from_pretrained(args.model)
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    path, config = args.model, SIZED.get(args.model)
+    config = Qwen3MoeConfig(**config) if config else AutoConfig.from_pretrained(path)
+    if args.layers or path in SIZED:  # random weights
+        config.num_hidden_layers = args.layers or config.num_hidden_layers
+        path, options = None, options | {"config": config, "state_dict": {}}
     torch.manual_seed(0)
-    options |= {"config": config, "state_dict": {}} if args.layers or args.model == SIZED else {}
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = model_class.from_pretrained(None if "config" in options else args.model, **options)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(path, **options)
     if quantized:
         from moelora import QuantizedWeights
         from moelora.integrations.transformers.layers import moe_layers
@@ -82,8 +79,13 @@ def load(args: argparse.Namespace, case: dict, device: torch.device):
     return model
 
 
-def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
+def measure(rank: int, case: dict, port: int, args: argparse.Namespace) -> Iterator[dict]:
     """Seconds of each step of one process, and what its GPU does."""
+    gpus = torch.cuda.device_count()
+    local = rank % gpus if gpus else rank
+    names = {"RANK": rank, "LOCAL_RANK": local, "MASTER_PORT": port}
+    names |= {"WORLD_SIZE": case["world"], "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in names.items()}
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -92,23 +94,21 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    world, mode, cuda = case["world"], case["mode"], torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    world, mode, cuda = case["world"], case["mode"], gpus > 0
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    nccl = cuda and torch.cuda.device_count() >= world
+    nccl = cuda and gpus >= world
     dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
     model = load(args, case, device)
-    base, vocab = model, model.config.vocab_size
+    layers, vocab = model.model.layers, model.config.vocab_size
     config = LoraConfig(r=RANK, target_modules=["q_proj"], target_parameters=TARGETS)
-    base.activation_checkpointing_enable()
+    model.activation_checkpointing_enable()
     model = get_peft_model(model, config).train()
     if ours:
         moelora_peft.attach(model)
-    if mode == "fsdp2":
-        for layer in base.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    for part in (*layers, model) if mode == "fsdp2" else ():
+        fully_shard(part)
     factors = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(factors, lr=1e-4, foreach=False)
     if mode == "ddp":
@@ -131,62 +131,49 @@ def measure(rank: int, case: dict, args: argparse.Namespace) -> dict:
     row = {"seconds": seconds[WARM_UP:]}
     if cuda:
         row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
-        row |= trace(step, args.traces and args.traces / "-".join(map(str, case.values())))
+        path = args.traces / "-".join(map(str, case.values())) if args.traces else None
+        row |= trace(step, None if rank else path)
     dist.barrier()  # none ends before all have done
-    return row
+    yield row
 
 
 def trace(step, path: Path | None) -> dict[str, float]:
-    """Milliseconds of a step's kernels; the first process writes the trace to that path."""
+    """Milliseconds of a step, from its first kernel to its last, in which kernels compute, NCCL's
+    run, NCCL's alone, and none; the trace is written to that path."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         step()
-    if path and dist.get_rank() == 0:
+    if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(f"{path}.json.gz")
-    on_gpu = [e for e in traced.events() if e.device_type.name == "CUDA"]
-    spans = [
-        (e.name, e.time_range.start, e.time_range.end) for e in on_gpu if not e.is_user_annotation
-    ]
-    return {name: round(us / 1e3, 3) for name, us in shares(spans).items()} if spans else {}
-
-
-def shares(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """How long kernels that compute run, how long NCCL's run, NCCL's alone, and none at all, from
-    the first begin to the last end. A kernel is (name, begin, end)."""
-
-    def length(spans: list[tuple[float, float]]) -> float:
-        total, until = 0.0, float("-inf")
-        for begin, end in sorted(spans):
-            total += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        return total
-
-    every = [(begin, end) for _, begin, end in kernels]
-    nccl = [name.startswith("nccl") and "Kernel" in name for name, *_ in kernels]
-    computing = length([span for span, is_nccl in zip(every, nccl, strict=True) if not is_nccl])
-    communicating, busy = length(list(itertools.compress(every, nccl))), length(every)
+    spans: dict[bool, list] = {True: [], False: []}  # of NCCL's kernels, and of others
+    for e in traced.events():
+        if e.device_type.name == "CUDA" and not e.is_user_annotation:
+            is_nccl = e.name.startswith("nccl") and "Kernel" in e.name
+            spans[is_nccl].append((e.time_range.start, e.time_range.end))
+    if not (every := spans[True] + spans[False]):
+        return {}
+    computing, communicating, busy = map(covered, (spans[False], spans[True], every))
     whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    return dict(
-        zip(TRACED, (computing, communicating, busy - computing, whole - busy), strict=True)
-    )
+    us = computing, communicating, busy - computing, whole - busy
+    return {name: round(time / 1e3, 3) for name, time in zip(TRACED, us, strict=True)}
 
 
-def work(rank: int, case: dict, port: int, args: argparse.Namespace) -> Iterator[dict]:
-    """One process of a case."""
-    gpus = torch.cuda.device_count()
-    names = {"RANK": rank, "LOCAL_RANK": rank % gpus if gpus else rank, "MASTER_PORT": port}
-    names |= {"WORLD_SIZE": case["world"], "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    yield measure(rank, case, args)
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of the spans (begin, end) lasts."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def run(case: dict, args: argparse.Namespace) -> dict:
     """What a row has of a case's processes."""
     port = get_free_port()
     each = [(rank, case, port, args) for rank in range(case["world"])]
-    found = list(apart(work, each, args.seconds, PRELOAD))
+    found = list(apart(measure, each, args.seconds, PRELOAD))
     if "error" in found[-1]:
         return found[-1]
     seconds = statistics.median(map(max, zip(*(row["seconds"] for row in found), strict=True)))
