@@ -21,7 +21,6 @@ rl_send      ms to send the whole bf16 model, a parameter at a time as TRL does,
 """
 
 import contextlib
-import json
 import pathlib
 import statistics
 import sys
@@ -189,17 +188,19 @@ def memory():
     return torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else None
 
 
-def checkpoint(work, format, args):
+def checkpoint(format, args):
     """(folder of the sampler, folder of the trainer)."""
-    plain = work / "bf16"
+    plain, folder = args.work / "bf16", args.work / format
     if not plain.exists():
-        words = ["--preset", args.preset, "--layers", str(args.layers)]
-        engine_model.main(["--out", str(plain), "--adapters", "16", *words])
-    folder = work / format
+        engine_model.write(plain, engine_model.QWEN3, shape(args), [])
     if not folder.exists():
-        words = ["--model", str(plain), "--format", format, "--out", str(folder)]
-        vllm_quantize.main([*words, "--only-quantized"])
+        vllm_quantize.write(plain, format, folder)
     return folder / "base", plain / "base"
+
+
+def shape(args):
+    found = engine_model.PRESETS[args.preset]
+    return replace(found, layers=args.layers or found.layers)
 
 
 def gaps(format, model, sampler, args):
@@ -270,17 +271,15 @@ def updates(format, sampler, slot, args):
 
 def updates_alone(args):
     """Cases of updates of an engine without a checkpoint, with random factors."""
-    shape, folder = engine_model.PRESETS[args.preset], args.work / "updates"
-    shape = replace(shape, layers=args.layers or shape.layers)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(engine_model.settings(shape)))
+    folder, sizes = args.work / "updates", shape(args)
+    engine_model.save_json(folder / "config.json", engine_model.settings(sizes))
     engine = Vllm(folder, args, load_format="dummy")
-    yield from updates("bf16", engine, random_slot(shape), args)
+    yield from updates("bf16", engine, random_slot(sizes), args)
 
 
 def send(args):
     """The case of sending a whole model, the second time."""
-    folder, plain = checkpoint(args.work, "bf16", args)
+    folder, plain = checkpoint("bf16", args)
     sampler, model = Vllm(folder, args, lora=False), trainer(plain)
     took = [timed_ms(lambda: sampler.send(model))[0] for _ in range(2)]
     sent = sum(p.nbytes for p in model.parameters()) / 2**20
@@ -290,7 +289,7 @@ def send(args):
 
 def sample_and_train(format, args):
     """Cases of a loop with a sampler of a format."""
-    folder, plain = checkpoint(args.work, format, args)
+    folder, plain = checkpoint(format, args)
     free()  # what drew the weights: vLLM counts what the process holds
     torch.manual_seed(0)
     sampler = {"vllm": Vllm, "transformers": Transformers}[args.sampler](folder, args)
@@ -299,18 +298,16 @@ def sample_and_train(format, args):
     yield from loop(format, model, sampler, args)
 
 
-def one(format, args):
+def cases_of(format, args):
     alone = {"updates": updates_alone, "send": send}
     return alone[format](args) if format in alone else sample_and_train(format, args)
 
 
 def cases(args, failed):
     """Cases of all formats, as they are measured; names of formats that fail go to `failed`."""
-    if len(args.formats) == 1:
-        yield from one(args.formats[0], args)
-        return
-    for format in args.formats:  # an engine does not give back a GPU
-        for case in apart(one, [(format, args)]):
+    several = len(args.formats) > 1  # an engine does not give back a GPU
+    for format in args.formats:
+        for case in apart(cases_of, [(format, args)]) if several else cases_of(format, args):
             if "error" in case:
                 failed.append(format)
             else:

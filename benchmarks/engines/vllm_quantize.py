@@ -147,6 +147,24 @@ def both(tensors, quantize):
     return quantized, dense
 
 
+def write(model, format, out, dense=None):
+    """Write a model with quantized experts, and to `dense` the one with the same numbers."""
+    manifest = json.loads((model / "manifest.json").read_text())
+    source = pathlib.Path(manifest["base"])
+    config = json.loads((source / "config.json").read_text())
+    extra = {"quantization_config": settings(format, config["num_hidden_layers"])}
+    made = {out: config | extra} | ({dense: config} if dense else {})
+    for folder, config in made.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_json(folder / "base/config.json", config)
+        save_json(folder / "manifest.json", manifest | {"base": str(folder / "base")})
+    quantize, files = FORMATS[format], sorted(source.glob("*.safetensors"))
+    parts = ((file.name, both(load_file(file, device()), quantize)) for file in files)
+    save_weights([folder / "base" for folder in made], parts)
+    print(f"made {' and '.join(map(str, made))} on {device()}")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", type=pathlib.Path, required=True, help="folder with manifest.json")
@@ -154,22 +172,8 @@ def main(argv=None):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--only-quantized", action="store_true", help="no OUT-dense")
     args = p.parse_args(argv)
-    manifest = json.loads((args.model / "manifest.json").read_text())
-    source = pathlib.Path(manifest["base"])
-    config = json.loads((source / "config.json").read_text())
-    extra = {"quantization_config": settings(args.format, config["num_hidden_layers"])}
-    made = {args.out: config | extra}
-    if not args.only_quantized:
-        made[args.out.with_name(f"{args.out.name}-dense")] = config
-    for out, config in made.items():
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(source, out / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
-        save_json(out / "base/config.json", config)
-        save_json(out / "manifest.json", manifest | {"base": str(out / "base")})
-    quantize, files = FORMATS[args.format], sorted(source.glob("*.safetensors"))
-    parts = ((file.name, both(load_file(file, device()), quantize)) for file in files)
-    save_weights([out / "base" for out in made], parts)
-    print(f"made {' and '.join(str(out) for out in made)} on {device()}")
+    dense = None if args.only_quantized else args.out.with_name(f"{args.out.name}-dense")
+    write(args.model, args.format, args.out, dense)
 
 
 if __name__ == "__main__":
