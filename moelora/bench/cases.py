@@ -42,14 +42,13 @@ def normal(
     out = torch.empty(shape, dtype=dtype, device=generator.device)
     flat = out.view(-1)
     if generator.device.type == "cpu":
-        piece = flat.new_empty(min(flat.numel(), (1 << 22) + 15)).normal_(
-            0, std, generator=generator
-        )
+        piece = flat.new_empty(min(flat.numel(), (1 << 22) + 15))
+        piece.normal_(0, std, generator=generator)
         for part in flat.split(piece.numel()):
             part.copy_(piece[: part.numel()])
         return out
-    for start in range(0, flat.numel(), 1 << 28):
-        flat[start : start + (1 << 28)].normal_(0, std, generator=generator)
+    for part in flat.split(1 << 28):
+        part.normal_(0, std, generator=generator)
     return out
 
 
@@ -97,9 +96,8 @@ def read_histogram(path: str | Path, experts: int) -> Tensor:
     """
     try:
         content = json.loads(Path(path).read_text())
-        shares = torch.tensor(
-            content["counts"] if isinstance(content, dict) else content, dtype=torch.float32
-        )
+        counts = content["counts"] if isinstance(content, dict) else content
+        shares = torch.tensor(counts, dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a list of counts: {error!r}") from error
     if shares.shape != (experts,):

@@ -13,18 +13,11 @@ from moelora.operators.experts import Activation
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "experts_per_token")
 HIDDEN = ("hidden_size", "d_model")
-INTERMEDIATE = (
-    *("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
-    "intermediate_size",
-)
+INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size")
+INTERMEDIATE += ("intermediate_size",)
 NESTED = ("text_config", "llm_config", "ffn_config")
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu2": "relu2",
-}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
+ACTIVATIONS |= {"gelu": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
 def is_config(text: str) -> bool:
@@ -46,15 +39,10 @@ def read(text: str, format: str | None = None) -> tuple[str, Model]:
         raise ValueError(f"{path} is not a configuration: it holds a {type(config).__name__}")
     levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), dict))]
     gpt_oss = any(level.get("model_type") == "gpt_oss" for level in levels)
-    model = Model(
-        name_of(config, path),
-        number(path, levels, EXPERTS),
-        number(path, levels, TOP_K),
-        number(path, levels, HIDDEN),
-        number(path, levels, INTERMEDIATE),
-        "swigluoai" if gpt_oss else activation(path, levels),
-        bias=gpt_oss,
-    )
+    names = EXPERTS, TOP_K, HIDDEN, INTERMEDIATE
+    experts, top_k, hidden, inter = (number(path, levels, of_size) for of_size in names)
+    kind = "swigluoai" if gpt_oss else activation(path, levels)
+    model = Model(name_of(config, path), experts, top_k, hidden, inter, kind, bias=gpt_oss)
     if not 1 <= model.top_k <= model.experts:
         raise ValueError(f"{path} chooses {model.top_k} of {model.experts} experts")
     if format is None:
@@ -87,9 +75,8 @@ def activation(path: Path, levels: Iterable[Mapping[str, Any]]) -> Activation:
             if value in ACTIVATIONS:
                 return ACTIVATIONS[value]
             if value is not None:
-                raise ValueError(
-                    f"{path}: {name} is {value!r}, wanted one of {', '.join(ACTIVATIONS)}"
-                )
+                known = ", ".join(ACTIVATIONS)
+                raise ValueError(f"{path}: {name} is {value!r}, wanted one of {known}")
     return "silu"
 
 

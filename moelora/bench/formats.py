@@ -91,25 +91,17 @@ class Format:
     rate: float = 1.0  # peak of its products relative to 16 bits
 
 
+Weights = QuantizedWeights
 FORMATS = {
-    "mxfp4": Format(
-        "MXFP4, a scale of 8 bits for 32", 4.25, 32, draw_mxfp4, QuantizedWeights.from_mxfp4
-    ),
+    "mxfp4": Format("MXFP4, a scale of 8 bits for 32", 4.25, 32, draw_mxfp4, Weights.from_mxfp4),
     "nvfp4": Format("NVFP4, a scale of 8 bits for 16", 4.5, NVFP4_BLOCK, draw_nvfp4, _pack_nvfp4),
     "nf4": Format("NF4, a float32 scale for 64", 4.5, NF4_BLOCK, draw_nf4, _pack_nf4),
     "int4": Format(
-        f"INT4 as of GPTQ, a scale of 16 bits for {INT4_GROUP}",
-        4 + 16 / INT4_GROUP,
-        INT4_GROUP,
-        draw_int4,
-        QuantizedWeights.from_gptq,
+        "INT4 of GPTQ, a 16-bit scale for 128", 4.125, INT4_GROUP, draw_int4, Weights.from_gptq
     ),
     "fp8_block": Format(
-        f"FP8 of blocks of {FP8_BLOCK} x {FP8_BLOCK}, with activations in FP8",
-        8 + 32 / FP8_BLOCK**2,
-        FP8_BLOCK,
-        draw_fp8_block,
-        QuantizedWeights.from_fp8_block,
+        "FP8 of blocks of 128 x 128, with activations in FP8",
+        *(8 + 32 / FP8_BLOCK**2, FP8_BLOCK, draw_fp8_block, Weights.from_fp8_block),
         rate=2.0,
     ),
 }

@@ -39,28 +39,22 @@ class Model:
             raise ValueError(f"no format is called {format!r}; there are {', '.join(FORMATS)}")
         multiple = FORMATS[format].multiple
         if self.hidden % multiple or self.intermediate % multiple:
-            raise ValueError(
-                f"{self.name} has sizes of {self.hidden} and {self.intermediate}: "
-                f"{format} takes multiples of {multiple}"
-            )
+            sizes = f"{self.name} has sizes of {self.hidden} and {self.intermediate}"
+            raise ValueError(f"{sizes}: {format} takes multiples of {multiple}")
         return replace(self, format=format)
 
     def cut(self, experts: int) -> "Model":
         """The same layer with fewer experts, for machines that cannot hold them all."""
         if not self.top_k <= experts <= self.experts:
-            raise ValueError(
-                f"{self.name} has {self.experts} experts, {self.top_k} per token: "
-                f"cannot be cut to {experts}"
-            )
+            sizes = f"{self.name} has {self.experts} experts, {self.top_k} per token"
+            raise ValueError(f"{sizes}: cannot be cut to {experts}")
         return replace(self, experts=experts)
 
     def shard(self, tp: int) -> "Model":
         """Shard of one of `tp` tensor-parallel ranks: every expert, 1/tp of its columns."""
         if tp < 1 or self.intermediate % tp:
-            raise ValueError(
-                f"{self.name} has an intermediate size of {self.intermediate}: "
-                f"it does not split into {tp} equal shards"
-            )
+            size = f"{self.name} has an intermediate size of {self.intermediate}"
+            raise ValueError(f"{size}: it does not split into {tp} equal shards")
         return replace(self, intermediate=self.intermediate // tp)
 
 

@@ -58,16 +58,15 @@ class Times:
 
     @classmethod
     def of(cls, samples: list[float]) -> Times:
-        ordered = sorted(samples)
-        edge = len(ordered) // 10
-        low, high = ordered[edge], ordered[-1 - edge]
-        median = statistics.median(ordered)
-        return cls(round(median, 2), round(low, 2), round(high, 2), len(ordered))
+        ordered, edge = sorted(samples), len(samples) // 10
+        found = statistics.median(ordered), ordered[edge], ordered[-1 - edge]
+        median, low, high = (round(us, 2) for us in found)
+        return cls(median, low, high, len(ordered))
 
 
-def calls_in_graph(batches: int, bytes_per_call: float) -> int:
+def calls_in_graph(batches: int, moved: float) -> int:
     """Enough calls that weights come from memory and the launch of the graph is negligible."""
-    return max(batches, min(48, math.ceil(COLD_BYTES / max(bytes_per_call, 1.0))))
+    return max(batches, min(48, math.ceil(COLD_BYTES / max(moved, 1.0))))
 
 
 class GraphTimer:
@@ -98,17 +97,13 @@ class GraphTimer:
         return graph
 
     def compare(
-        self,
-        runs: Mapping[Name, Run],
-        batches: Sequence[Batch],
-        bytes_per_call: float,
-        budget_ms: float,
+        self, runs: Mapping[Name, Run], batches: Sequence[Batch], moved: float, budget_ms: float
     ) -> tuple[dict[Name, Times], Peaks]:
-        """Time one call of each of `runs`, and the peaks of this GPU.
+        """Time one call of each of `runs`, which moves so many bytes, and the peaks of this GPU.
 
         Each graph contains `calls_in_graph` calls over rotating batches.
         """
-        calls = calls_in_graph(len(batches), bytes_per_call)
+        calls = calls_in_graph(len(batches), moved)
         graphs, turns = [], {}
         for key, run in runs.items():
             rotation = [lambda i=i, run=run: run.call(i % len(batches)) for i in range(calls)]
@@ -148,11 +143,7 @@ class TurnTimer:
         self.yardsticks = CpuYardsticks(mm_size)
 
     def compare(
-        self,
-        runs: Mapping[Key, Run],
-        batches: Sequence[Batch],
-        bytes_per_call: float,
-        budget_ms: float,
+        self, runs: Mapping[Key, Run], batches: Sequence[Batch], moved: float, budget_ms: float
     ) -> tuple[dict[Key, Times], Peaks]:
         """Time one call of each of `runs`, "ours" among them, and the peaks of this machine."""
         x = batches[0].x

@@ -49,28 +49,13 @@ class Entry:
 
 
 BASELINES = {
-    "unpacked": Entry(
-        "ours:Unpacked", "moelora on quantized weights that were unpacked before", quantized=True
-    ),
-    "unpacking": Entry(
-        "ours:Unpacking", "moelora on quantized weights that every call unpacks", quantized=True
-    ),
-    "loop": Entry(
-        "ours:Loop",
-        "experts one by one in PyTorch: index_select, mm, two more products per adapter",
-    ),
-    "separate": Entry(
-        "ours:Separate", "moelora's base products, then its kernels that add adapters to them"
-    ),
+    "unpacked": Entry("ours:Unpacked", "moelora on weights that were unpacked before", True),
+    "unpacking": Entry("ours:Unpacking", "moelora on weights that every call unpacks", True),
+    "loop": Entry("ours:Loop", "experts one by one in PyTorch, two more products per adapter"),
+    "separate": Entry("ours:Separate", "moelora's base products, then its kernels for adapters"),
     "vllm": Entry("native:VLLM", "an installed vLLM's layer, without adapters"),
-    "grouped_mm": Entry(
-        "native:GroupedMM",
-        "torch's grouped GEMM: twice for the base, six times more for adapters",
-    ),
-    "transformers": Entry(
-        "transformers:Transformers",
-        "transformers' experts with PEFT, which serves one adapter at a time",
-    ),
+    "grouped_mm": Entry("native:GroupedMM", "torch's grouped GEMM: 2 calls, 6 more for adapters"),
+    "transformers": Entry("transformers:Transformers", "its experts with PEFT, adapter by adapter"),
 }
 DEFAULTS = {
     "cuda": ["separate", "vllm", "grouped_mm", "loop", "unpacked"],
@@ -80,9 +65,7 @@ DEFAULTS = {
 
 def baselines_of(layer: Layer, names: Iterable[str]) -> tuple[list[Baseline], dict[str, str]]:
     """([baseline], {name: why it is absent}); ours comes first."""
-    from moelora.bench.baselines.ours import Ours
-
-    found: list[Baseline] = [Ours(layer)]
+    found: list[Baseline] = [Entry("ours:Ours", "").load()(layer)]
     absent: dict[str, str] = {}
     for name in names:
         try:
@@ -100,10 +83,6 @@ def require(condition: object, why: str) -> None:
     """Raise Skipped(why) unless `condition` holds."""
     if not condition:
         raise Skipped(why)
-
-
-def require_no_biases(layer: Layer) -> None:
-    require(not layer.model.bias, "driven here without biases")
 
 
 def synchronize(tensor: torch.Tensor) -> None:

@@ -22,20 +22,12 @@ from moelora.reference.routing import as_tensor
 def arguments(layer: Layer, batch: Batch, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of fused_experts_lora and of its reference; rank 0: the layer without adapters."""
     args = batch.x, layer.w13, layer.w2, batch.topk_weights, batch.topk_ids
-    kwargs: dict[str, Any] = {
-        "activation": layer.model.activation,
-        "w13_bias": layer.b13,
-        "w2_bias": layer.b2,
-    }
+    kwargs: dict[str, Any] = {"activation": layer.model.activation}
+    kwargs |= {"w13_bias": layer.b13, "w2_bias": layer.b2}
     if rank:
-        factors = layer.stacks[rank]
-        kwargs |= {
-            "token_lora_mapping": batch.mapping,
-            "w13_lora_a": factors.a13,
-            "w13_lora_b": factors.b13,
-            "w2_lora_a": factors.a2,
-            "w2_lora_b": factors.b2,
-        }
+        f = layer.stacks[rank]
+        kwargs |= {"token_lora_mapping": batch.mapping, "w13_lora_a": f.a13, "w13_lora_b": f.b13}
+        kwargs |= {"w2_lora_a": f.a2, "w2_lora_b": f.b2}
     return args, kwargs
 
 
@@ -97,20 +89,17 @@ class Separate:
 
     def run(self, batch: Batch, rank: int) -> Tensor:
         layer, f = self.layer, self.layer.stacks.get(rank)
-        routing = batch.topk_weights, batch.topk_ids
+        routing, product = (batch.topk_weights, batch.topk_ids), moelora.fused_moe_lora_gemm
         who: dict[str, Any] = {"token_lora_mapping": batch.mapping}
-        gu = moelora.fused_moe_lora_gemm(batch.x, layer.w13, *routing, bias=layer.b13)
+        gu = product(batch.x, layer.w13, *routing, bias=layer.b13)
         if f:
-            moelora.moe_lora_gate_up_delta(
-                batch.x, *routing, **who, lora_a=f.a13, lora_b=f.b13, out=gu
-            )
+            who |= {"lora_a": f.a13, "lora_b": f.b13}
+            moelora.moe_lora_gate_up_delta(batch.x, *routing, **who, out=gu)
         h = activate(gu, layer.model.activation).flatten(0, 1)
-        who["mul_routed_weight"] = True
-        z = moelora.fused_moe_lora_gemm(
-            h, layer.w2, *routing, bias=layer.b2, mul_routed_weight=True
-        )
+        z = product(h, layer.w2, *routing, bias=layer.b2, mul_routed_weight=True)
         if f:
-            moelora.moe_lora_down_delta(h, *routing, **who, lora_a=f.a2, lora_b=f.b2, out=z)
+            who |= {"lora_a": f.a2, "lora_b": f.b2, "mul_routed_weight": True}
+            moelora.moe_lora_down_delta(h, *routing, **who, out=z)
         return z.sum(1)
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
@@ -136,11 +125,8 @@ class Loop:
         return out
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
-        return {
-            ("loop", rank): Run(
-                call=on(batches, self.run, rank),
-                first=partial(self.first, batches[0], rank),
-                eager=True,
-            )
-            for rank in self.layer.stacks
-        }
+        runs: Runs = {}
+        for rank in self.layer.stacks:
+            first = partial(self.first, batches[0], rank)
+            runs["loop", rank] = Run(on(batches, self.run, rank), first, eager=True)
+        return runs

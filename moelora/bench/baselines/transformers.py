@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,19 +69,16 @@ class Transformers:
         """Adapters "<rank>-0", "<rank>-1", ... in PEFT's own layout; scaling 1."""
         import peft
 
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         for i in range(factors.a2.shape[0]):
-            config = peft.LoraConfig(
-                r=rank,
-                lora_alpha=rank,
-                target_modules=[],
-                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            )
+            options: dict[str, Any] = {"target_modules": [], "target_parameters": targets}
+            config = peft.LoraConfig(r=rank, lora_alpha=rank, **options)
             adapter = f"{rank}-{i}"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
                 if self.peft is None:
                     self.peft = peft.get_peft_model(
-                        self.model, config, adapter_name=adapter, low_cpu_mem_usage=True
+                        self.model, config, adapter, low_cpu_mem_usage=True
                     )
                 else:
                     self.peft.add_adapter(adapter, config, low_cpu_mem_usage=True)
@@ -125,27 +123,17 @@ class Transformers:
                 raise TooSlow(f"about {estimate:.1f} s a call, {len(adapters)} adapters in turn")
         return out
 
-    def check_copies(self, batch: Batch, implementation: str) -> None:
-        """Raise Skipped if batched_mm would gather more weights than fit."""
+    def first(self, batch: Batch, implementation: str, rank: int, patience_s: float) -> Tensor:
+        """The layer; raises Skipped if batched_mm would gather more weights than fit."""
         rows = int(batch.mapping.unique(return_counts=True)[1].max()) * batch.topk_ids.shape[1]
-        w13 = self.experts.gate_up_proj
-        copied = rows * w13[0].numel() * w13.element_size()
+        copied = rows * self.experts.gate_up_proj[0].nbytes
         if implementation == "batched_mm" and copied > COPY_LIMIT:
             raise Skipped(f"gathers {copied / 1e9:.0f} GB of weights for one adapter")
-
-    def first(self, batch: Batch, implementation: str, rank: int, patience_s: float) -> Tensor:
-        self.check_copies(batch, implementation)
         return self.run(batch, implementation, rank, patience_s)
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
-        runs = {
-            ("grouped_mm_base", 0): Run(lambda i: self.base(batches[i], "grouped_mm"), eager=True)
-        }
-        for rank in self.ranks:
-            for how in IMPLEMENTATIONS:
-                runs[f"{how}_peft", rank] = Run(
-                    call=on(batches, self.run, how, rank),
-                    first=partial(self.first, batches[0], how, rank),
-                    eager=True,
-                )
+        runs = {("grouped_mm_base", 0): Run(on(batches, self.base, "grouped_mm"), eager=True)}
+        for rank, how in product(self.ranks, IMPLEMENTATIONS):
+            first = partial(self.first, batches[0], how, rank)
+            runs[f"{how}_peft", rank] = Run(on(batches, self.run, how, rank), first, eager=True)
         return runs
