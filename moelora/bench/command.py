@@ -73,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser)
     add = parser.add_argument
-    quick = "; ".join(
-        f"{device}: {QUICK['tokens'][device]} tokens of {models}"
-        for device, models in QUICK["models"].items()
-    )
-    about = f"one layer in about {QUICK_SECONDS:.0f} s ({quick})"
+    about = f"one layer in about {QUICK_SECONDS:.0f} s, of few tokens"
     add("--quick", action="store_true", help=about)
     add("--baselines", help=f"of {', '.join(baselines.BASELINES)}; auto, none (default: auto)")
     add("--variant", help="force this kernel variant (default: what the plan says)")
@@ -279,13 +275,10 @@ def model_of(row: Case) -> str:
 def result(row: Case) -> str:
     """A case in a line."""
     what = f"{model_of(row)} {row['format']} M={row['tokens']} rank {row['rank']}"
-    times = {
-        f"with {row['adapters']} adapters": row["ours_us"],
-        "without": row["ours_base_us"],
-        "bound": row["bound_us"],
-    }
-    if row["best_rival"]:
-        times[f"{baseline_name(row['best_rival'])} with them"] = row["rivals"][row["best_rival"]]
+    times = {f"with {row['adapters']} adapters": row["ours_us"], "without": row["ours_base_us"]}
+    times["bound"] = row["bound_us"]
+    if best := row["best_rival"]:
+        times[f"{baseline_name(best)} with them"] = row["rivals"][best]
     return f"{what}: " + ", ".join(f"{name} {shown(us)} us" for name, us in times.items())
 
 

@@ -52,9 +52,8 @@ def reference_rows(layer: Layer, batch: Batch, tokens: Iterable[int]) -> dict[in
     for m in tokens:
         x, adapter = batch.x[m].double()[None], int(batch.mapping[m])
         total = x.new_zeros(len(rows), x.shape[1])
-        for weight, e in zip(
-            batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist(), strict=True
-        ):
+        routing = batch.topk_weights[m].tolist(), batch.topk_ids[m].tolist()
+        for weight, e in zip(*routing, strict=True):
             gu = product(layer.weights_of("w13", e), rule13(x)).repeat(len(rows), 1)
             gu += 0 if layer.b13 is None else layer.b13[e].double()
             for at, f in enumerate(stacks.values() if adapter >= 0 else (), 1):
@@ -78,11 +77,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def draw_batches(
-    layer: Layer,
-    tokens: int,
-    generator: torch.Generator,
-    mix: str = "many",
-    routing: str = "uniform",
+    layer: Layer, tokens: int, generator: torch.Generator, mix: str, routing: str
 ) -> list[Batch]:
     """Batches in rotation: enough that few tokens do not always select the same experts. A CPU
     reads a buffer larger than its caches between calls instead.
@@ -137,27 +132,20 @@ class Bench:
         work = {rank: mean_work(layer.model, batches, rank) for rank in (0, *layer.stacks)}
         times, peaks = self.timer.compare(runs, batches, work[0][1], args.budget_ms)
         bounds = {rank: bound_us(layer.model, w, peaks) for rank, w in work.items()}
-        return [
-            {
-                "model": self.key,
-                "experts": layer.model.experts,
-                "tp": args.tp,
-                "tokens": tokens,
-                "rank": rank,
-                "adapters": layer.adapters,
-                "mix": args.mix if args.mix in cases.MIXES else f"{args.mix} base",
-                "routing": args.routing,
-                "dtype": layer.dtype,
-                "format": layer.model.format or layer.dtype,
-                "plan": plan,
-                "relative_error": {n: float(f"{e:.2g}") for n, e in of_rank(errors, rank).items()},
-                "eager": [name for name, run in of_rank(runs, rank).items() if run.eager],
-                "skipped": of_rank(self.skipped, rank),
-            }
-            | ({"max_err_ratio": ratios[rank]} if rank in ratios else {})
-            | figures(rank, times, bounds, work[rank], peaks)
-            for rank in layer.stacks
-        ]
+        mix = args.mix if args.mix in cases.MIXES else f"{args.mix} base"
+        head = {"model": self.key, "experts": layer.model.experts, "tp": args.tp, "tokens": tokens}
+        kind = {"adapters": layer.adapters, "mix": mix, "routing": args.routing}
+        kind |= {"dtype": layer.dtype, "format": layer.model.format or layer.dtype, "plan": plan}
+        rows = []
+        for rank in layer.stacks:
+            row = head | {"rank": rank} | kind
+            off = of_rank(errors, rank).items()
+            row["relative_error"] = {name: float(f"{error:.2g}") for name, error in off}
+            row["eager"] = [name for name, run in of_rank(runs, rank).items() if run.eager]
+            row["skipped"] = of_rank(self.skipped, rank)
+            row |= {"max_err_ratio": ratios[rank]} if rank in ratios else {}
+            rows.append(row | figures(rank, times, bounds, work[rank], peaks))
+        return rows
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         runs: Runs = {}

@@ -28,10 +28,9 @@ def commit() -> str:
 
 
 def _git(*command: str) -> str:
+    here = pathlib.Path(__file__).parent
     try:
-        run = subprocess.run(
-            ["git", *command], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
-        )
+        run = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True)
     except OSError:
         return ""
     return run.stdout.strip() if run.returncode == 0 else ""
@@ -40,14 +39,9 @@ def _git(*command: str) -> str:
 def gpu_state() -> str:
     """Name, driver, clocks, power and temperature according to the driver."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
-        run = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        return run.stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
