@@ -1,6 +1,5 @@
 """Does a row's result depend on its batch? Differing bits of random compositions.
 
-    python -m benchmarks.invariance --out benchmarks/results/h100-invariance.json
     python -m benchmarks.invariance --device cpu --compositions 200
     python -m benchmarks.invariance --only "layer bf16" --compositions 500
 

@@ -1,8 +1,6 @@
 """`moelora bench` beside a copy of vLLM's kernels (benchmarks/baselines).
 
-    python -m benchmarks.layer --baselines vllm --out benchmarks/results/h200-layer.json
     python -m benchmarks.layer --models qwen3@int4,qwen3@fp8_block --peers DIR --out FILE
-    python -m benchmarks.layer --device cpu --out benchmarks/results/cpu-layer.json
 
 Takes the options of `moelora bench`, and --peers, a folder instead of $MOELORA_PEERS. Exit status 1
 with --out: our error is larger than ALLOWED; the cases are listed.

@@ -1,9 +1,6 @@
 """A QLoRA step of layers shaped as gpt-oss-20b's, on one GPU: tokens per second and peak memory.
 
-    python -m benchmarks.qlora_step --out benchmarks/results/h200-qlora-step.json
     python -m benchmarks.qlora_step --engines moelora,unsloth --peers .peers/train --out ...
-    python -m benchmarks.qlora_step --layers 24 --rank 8 --batch 1 --length 1024,4096 \
-        --checkpointing --float32 --whole-logits --out benchmarks/results/h200-training-memory.json
 
 Twelve layers of attention (64 heads, 8 of keys and values) and 32 experts in MXFP4, four for a
 token; embeddings and head of 201,088 tokens. Adapters of rank 16 on experts and attention, in

@@ -1,8 +1,6 @@
 """A loop of GRPO: vLLM samples, transformers trains adapters of the experts, and pushes them.
 
     python -m benchmarks.rl_loop --layers 12 --formats bf16,fp8,send --out h200-rl.json
-    python -m benchmarks.rl_loop --preset micro --sampler transformers --formats bf16 --out rl.json
-    moelora plot --picture rl h200-rl.json --out rl.png
 
 A checkpoint of random weights is made (`engine_model`, `vllm_quantize`); the reward of an answer is
 the share of its tokens that are below VOCAB / 4. Each format runs in a process of its own:

@@ -1,7 +1,5 @@
 """A real SGLang server, with moelora and without: the same answers.
 
-    python -m benchmarks.sglang_e2e --out ...-e2e-answers-sglang.json
-    python -m benchmarks.sglang_e2e --format fp8 --out ...-e2e-answers-sglang-fp8.json
     python -m benchmarks.sglang_e2e --format modelopt --checked "sglang, marlin" --out ...
     python -m benchmarks.sglang_e2e --alone --out ...  # one server: mixed batches and each alone
 
@@ -10,8 +8,7 @@ cache) on a model of random weights with four PEFT adapters of ranks 16 and 64
 (`engines/sglang_engine.py`): SGLang with its own MoE LoRA, and with moelora, which it finds by its
 entry point as after `pip install`. The model has four layers, for more of random weights make other
 numbers of a rounding; transformers in float32 with merged adapters judges the answers. Needs SGLang
-0.5.23 or later, one GPU and Python 3.11. For speeds there is `benchmarks.serving`. The result file
-is written after each stage.
+0.5.23 or later, one GPU and Python 3.11. The result file is written after each stage.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """A training step of a layer on a GPU: what <card>-training.json is written by.
 
-    python -m benchmarks.training --out benchmarks/results/h200-training.json --peers .peers/train
     python -m benchmarks.training --ranks 32,16x8,16+32+32+48x16 --tokens 4096,16384
 
 Forward and backward through autograd, frozen weights and adapters in bfloat16, random routing:
@@ -16,16 +15,11 @@ twice and gradients once, of the pairs of expert and adapter that have tokens, u
 ranks; x, out, dout and dx; pre-activations out and in. `max_err_ratio`: the largest error of a
 gradient over that of the same layer in torch, both against float64, of a small layer.
 
-`--formats` has frozen weights of other formats, those of `python -m moelora bench`, and blocks of
-FP8 by two names: fp8, whose activations are in FP8, as they are served, and w8a16, whose
-activations are in bfloat16. Errors are those of the same weights dequantized, with activations in
-bfloat16. Formats whose blocks do not divide the sizes of a shape are left out.
-
-`--grouped-mm` also times, of one tenant, the step that dequantizes whole stacks in both passes (NF4
-by bitsandbytes) and calls torch._grouped_mm (`grouped_mm_us`).
-
-`--peers DIR` has bench_train.py, which measures other projects' kernels in the same way: on bf16
-weights, on MXFP4 weights, and with eight tenants.
+`--formats` are those of `moelora bench`, and blocks of FP8 by two names: fp8, whose activations are
+in FP8, as they are served, and w8a16, whose activations are in bfloat16. Errors are those of the
+same weights dequantized, with activations in bfloat16. `--grouped-mm` also times, of one tenant,
+the step of grouped_mm.py. `--peers DIR` has bench_train.py, which measures other projects' kernels
+in the same way: on bf16 weights, on MXFP4 weights, and with eight tenants.
 """
 
 import itertools

@@ -11,8 +11,6 @@ tokens in a step, P = M top_k routed rows, and adapters of rank r on all experts
                 z P (I + K), attention 8 M K; and a copy of its factors and their gradients, 8 each
     logits      M V: float32, its gradient, and bfloat16
 
-The share RESERVED of a card's memory is left to the CUDA context, libraries and fragmentation.
-
 `--world 2 4 8` computes what each of several GPUs holds of experts in bf16, for
 DistributedConfig(fsdp_size=N, ep_size=N) and M tokens on each: 1/N of all weights, of which those
 outside experts are gathered for one layer at a time; adapters, gradients and moments whole.
@@ -26,7 +24,7 @@ from dataclasses import dataclass
 
 GB = 1e9
 CARDS = (24, 80, 141)  # GB: RTX 4090, H100, H200
-RESERVED = 0.06
+RESERVED = 0.06  # of a card's memory, for the CUDA context, libraries and fragmentation
 RANKS = (8, 16)
 TOKENS = (1024, 4096)  # in a step
 WORLDS = (2, 4, 8)

@@ -1,7 +1,5 @@
 """Steps of an adapter's training on several GPUs, for each way that processes share a model.
 
-    python -m benchmarks.training_parallel --world 2 --model Qwen3-30B-A3B --layers 12 \
-        --engines moelora,peft --out benchmarks/results/h200-training-parallel.json
     python -m benchmarks.training_parallel --world 2 --length 16 --steps 2    # on CPUs
 
 PEFT's adapter of rank 16 on experts and q_proj, AdamW, activation checkpointing; `--batch` rows of

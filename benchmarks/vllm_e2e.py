@@ -6,10 +6,8 @@
 
 One engine of vLLM after the other, each in its own process (`engines/vllm_engine.py`), on models of
 random weights with four PEFT adapters of ranks 16 and 64. moelora is found by its entry point, as
-after `pip install`, and `MOELORA_VLLM=0` makes the engines to compare with. `--format` quantizes
-experts for both (`engines/vllm_quantize.py`; `mxfp4` is a gpt-oss). Needs vLLM, one GPU and Python
-3.11; for several GPUs there is `vllm_parallel`, for speeds `benchmarks.serving`. The result file is
-written after each stage.
+after `pip install`. `--format` quantizes experts (`engines/vllm_quantize.py`; `mxfp4` is a
+gpt-oss). Needs vLLM, one GPU and Python 3.11. The result file is written after each stage.
 
 answers     the model is compiled and graphs are captured as vLLM does by default; adapters change
             attention, too; judged by transformers in float32 with merged adapters

@@ -1,6 +1,5 @@
 """A decode step of transformers with whole adapters mixed in a batch, beside the base model.
 
-    python -m benchmarks.whole_adapters --out benchmarks/results/h100-whole-adapters.json
     python -m benchmarks.whole_adapters --preset micro --layers 2 --device cpu
 
 A Qwen3-MoE of random weights, and four adapters of attention, the router and all experts. One step

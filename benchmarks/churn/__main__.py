@@ -1,6 +1,5 @@
 """Adapters that come, go and change while a model serves.
 
-    python -m benchmarks.churn --out benchmarks/results/h200-churn.json
     python -m benchmarks.churn --topics updates
     python -m benchmarks.churn --preset micro --layers 2 --update-layers 2 --device cpu
 

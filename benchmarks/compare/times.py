@@ -1,8 +1,6 @@
 """Several builds of moelora on the same layers, in turns: which is faster, and whose bits differ.
 
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
-    python -m benchmarks.compare times now=moelora/_C.abi3.so again=moelora/_C.abi3.so
-    python -m benchmarks.compare times sm90=. sm80=.,MOELORA_MAX_CC=80
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
     python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
     python -m benchmarks.compare times drawn=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2

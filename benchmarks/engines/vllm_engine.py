@@ -2,10 +2,9 @@
 
     python -m benchmarks.engines.vllm_engine --model /tmp/tiny --out /tmp/run.json
 
-Started by `benchmarks.vllm_e2e`, in a process of its own for each engine; whether moelora serves
-the layers is decided by its environment (`MOELORA_VLLM`), as in production. vLLM compiles the model
-and captures graphs as it does by default. The result file is written after each part, so that what
-was measured survives what comes after it.
+Started by `benchmarks.vllm_e2e`; whether moelora serves the layers is decided by its environment
+(`MOELORA_VLLM`), as in production. The result file is written after each part, so that what was
+measured survives what comes after it.
 
 With `--data-parallel`, ranks share the prompts, and fill their slots in different orders before the
 first one.
