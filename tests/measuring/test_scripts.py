@@ -22,6 +22,7 @@ from moelora.bench.layer import Layer
 
 TOY = "--shape 4,2,72,40 --adapters 3 --budget-ms 0 --device cpu"
 BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"
+TIMES = f"compare times {BUILDS} {TOY} --dtype fp32 --tokens 9"
 DIFFERS = "avx2" in _C.cpu_features()
 CHURN = "--preset micro --layers 2 --slots 2 --adapters 4 --ranks 2,4 --rows 3 --prompt 6 --new 3"
 CHURN += " --requests 10 --rate 200 --update-layers 2 --update-rank 4 --updates 2 --device cpu"
@@ -30,20 +31,10 @@ PARALLEL = "--world 2 --batch 1 --length 16 --steps 1 --layers 1 --modes alone,f
 SERVICE = "--preset micro --layers 1 --clients 1,3 --tokens 6 --rounds 1"
 SCRIPTS = [  # a script and its words, fields of its cases, their values
     (f"layer {TOY} --tokens 1,9 --ranks 4 --mm-size 64 --dtypes fp32", "tokens rank", "1 4|9 4"),
-    (
-        f"compare times {BUILDS} {TOY} --dtype fp32 --tokens 9 --ranks 0,8 --turns 2",
-        "tokens rank same_bits",
-        f"9 0 {not DIFFERS}|9 8 {not DIFFERS}",
-    ),
-    (
-        f"compare times {BUILDS} {TOY} --dtype fp32 --tokens 9 --part down --variants scalar",
-        "tokens rank",
-        "9 16|9 64",
-    ),
+    (f"{TIMES} --ranks 0,8 --turns 2", "rank same_bits", f"0 {not DIFFERS}|8 {not DIFFERS}"),
+    (f"{TIMES} --part down --variants scalar", "tokens rank", "9 16|9 64"),
     on_gpu(
-        f"compare times now={_C.__file__} --watts --models qwen3 --tokens 64 --turns 1",
-        "rank",
-        "0|16|64",
+        f"compare times now={_C.__file__} --watts --models qwen3 --tokens 64", "rank", "0|16|64"
     ),
     on_gpu("linear_delta --tokens 3 --ranks 16 --budget-ms 0", "used", "16|0|16|0"),
     on_gpu("qlora_step --layers 1 --batch 1 --length 64 --steps 1", "engine", "moelora"),
@@ -181,13 +172,8 @@ class StandIn:
     """What DeepGEMM documents of its grouped product, in float32: tiles of 128 rows of one expert,
     -1 beyond its rows, scales for 128 columns of a row and for 128 x 128 weights."""
 
-    @staticmethod
-    def get_mk_alignment_for_contiguous_layout():
-        return 128
-
-    @staticmethod
-    def get_mn_major_tma_aligned_tensor(scales):
-        return scales.T.contiguous().T
+    get_mk_alignment_for_contiguous_layout = staticmethod(lambda: 128)
+    get_mn_major_tma_aligned_tensor = staticmethod(lambda scales: scales)
 
     @staticmethod
     def m_grouped_fp8_gemm_nt_contiguous(left, right, out, groups):
@@ -196,27 +182,25 @@ class StandIn:
             return values.float() * blocks
 
         x, w = numbers(*left, 1), numbers(*right, 128)
-        assert len(groups) % 128 == 0
-        for tile, experts in enumerate(groups.split(128)):
+        tiles = zip(x.split(128), out.split(128), groups.split(128), strict=True)
+        for rows, result, experts in tiles:
             (expert,) = {*experts.tolist()} - {-1}
-            assert experts[0] == expert
-            rows = slice(128 * tile, 128 * tile + 128)
-            out[rows] = (x[rows] @ w[expert].T).to(out.dtype)
+            result.copy_(rows @ w[expert].T)
 
 
 def test_products_beside_deepgemm_are_the_same_products(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", StandIn())
     monkeypatch.setenv("DEEPGEMM", "1")
-    worker = times.Worker("cpu", watts=False)
+    worker, case = times.Worker("cpu", watts=False), (170, [0], "many", "uniform", "layer")
     model = shapes.Model("small", 4, 2, 256, 128, format="fp8_block")
     worker.layer = Layer(model, "bf16", [], 1, worker.generator)
-    worker.draw(170, [0], "many", "uniform", "layer")
+    worker.draw(*case)
     assert worker.turn(0, 0.0)["us"] > 0 and worker.batches[0].x.any()
     monkeypatch.setattr(products, "LARGEST", 2 * products.LARGEST)  # other numbers
     with pytest.raises(RuntimeError, match="is off by"):
-        worker.draw(170, [0], "many", "uniform", "layer")
+        worker.draw(*case)
     monkeypatch.setenv("ZEROS", "1")
-    worker.draw(170, [0], "many", "uniform", "layer")
+    worker.draw(*case)
     assert not worker.batches[0].x.any()
 
 
