@@ -11,7 +11,7 @@ and `lora_expand` as `add_lora_linear` calls them. A stack of rank 64 is timed w
 import itertools
 import math
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -23,18 +23,8 @@ from moelora.bench.timing import COLD_BYTES, GraphTimer, Run, on
 LAYERS = {"qkv_proj": (2048, (4096, 512, 512)), "o_proj": (4096, (2048,))}
 
 
-@dataclass
-class Batch:
-    """One call: inputs of a step, and a layer's stacks of factors."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    a: list
-    b: list
-    mapping: torch.Tensor
-
-
 def batch(layer, tokens, rank, used, adapters, device):
+    """One call: inputs x and y of a step, a layer's stacks a and b, and the mapping of tokens."""
     k, widths = LAYERS[layer]
     like = {"device": device, "dtype": torch.bfloat16}
 
@@ -47,7 +37,7 @@ def batch(layer, tokens, rank, used, adapters, device):
         stack[:, :, used:] = 0  # vLLM pads with zeros
     x, y = torch.randn(tokens, k, **like), torch.randn(tokens, sum(widths), **like)
     mapping = torch.arange(tokens, device=device) * adapters // tokens  # whole requests
-    return Batch(x, y, a, b, mapping.int())
+    return SimpleNamespace(x=x, y=y, a=a, b=b, mapping=mapping.int())
 
 
 def ours(b, ids, ranks):
@@ -95,18 +85,19 @@ def moved(b, used):
 
 
 def case(timer, args, layer, tokens, rank, used):
-    adapters, device = args.adapters, "cuda"
-    size = batch(layer, tokens, rank, rank, adapters, device)
-    count = max(2, min(24, math.ceil(COLD_BYTES / moved(size, rank))))
-    batches = [batch(layer, tokens, rank, used, adapters, device) for _ in range(count)]
-    ids = torch.zeros((1, 1), dtype=torch.int32, device=device).expand(tokens, 1)
-    ranks = torch.full((adapters,), used, dtype=torch.int32, device=device)
-    row = {"layer": layer, "tokens": tokens, "adapters": adapters, "rank": rank, "used": used}
+    sizes = layer, tokens, rank, used, args.adapters, "cuda"
+    batches = [batch(*sizes)]
+    whole = moved(batches[0], rank)
+    count = max(2, min(24, math.ceil(COLD_BYTES / whole)))
+    batches += [batch(*sizes) for _ in range(count - 1)]
+    ids = torch.zeros((1, 1), dtype=torch.int32, device="cuda").expand(tokens, 1)
+    ranks = torch.full((args.adapters,), used, dtype=torch.int32, device="cuda")
+    row = {"layer": layer, "tokens": tokens, "adapters": args.adapters, "rank": rank, "used": used}
     runs = {"ours": Run(on(batches, ours, ids, ranks))}
     if theirs := vllm_run(batches):
         runs["vllm"] = Run(on(batches, theirs))
         row["difference"] = difference(batches, lambda b: ours(b, ids, ranks), theirs)
-    times, peaks = timer.compare(runs, batches, moved(size, rank), args.budget_ms)
+    times, peaks = timer.compare(runs, batches, whole, args.budget_ms)
     row |= {f"{name}_us": t.median for name, t in times.items()}
     row["bound_us"] = round(1e6 * peaks.bound(0.0, moved(batches[0], used)), 2)
     return row
@@ -121,9 +112,8 @@ def rows(args):
 
 
 def main(argv=None):
-    args = parser(
-        __doc__, tokens=[1, 16, 64, 256, 8192], ranks=[16, 64], adapters=4, budget_ms=150.0
-    ).parse_args(argv)
+    sizes = {"tokens": [1, 16, 64, 256, 8192], "ranks": [16, 64], "adapters": 4}
+    args = parser(__doc__, **sizes, budget_ms=150.0).parse_args(argv)
     measured = report(rows(args), args.out)
     return int(any(row.get("difference", 0.0) > 0.05 for row in measured))
 

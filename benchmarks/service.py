@@ -37,7 +37,7 @@ class Ours:
         from training_service import Service
 
         self.service = Service(made(args), slots=slots, max_rank=RANK, thread=False)
-        self.together = slots > 1
+        self.at_once = slots
         self.call("_create", {n: {"rank": RANK, "alpha": None, "seed": n} for n in range(clients)})
 
     def call(self, kind, values):
@@ -49,10 +49,11 @@ class Ours:
 
     def round(self, rows):
         ones, losses = [1.0] * (len(rows[0]) - 1), []
-        every = {n: {"rows": [row], "weights": [ones]} for n, row in enumerate(rows)}
-        for calls in [every] if self.together else ({n: call} for n, call in every.items()):
+        for first in range(0, len(rows), self.at_once):
+            clients = range(first, first + self.at_once)
+            calls = {n: {"rows": [rows[n]], "weights": [ones]} for n in clients}
             losses += self.call("_forward_backward", calls)
-            self.call("_optim_step", dict.fromkeys(calls, {"lr": LR}))
+            self.call("_optim_step", dict.fromkeys(clients, {"lr": LR}))
         return sum(loss for (loss,) in losses)
 
 
@@ -67,8 +68,7 @@ class Peft:
         factors = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(factors, lr=LR, weight_decay=0.0)
         new = [p.detach().cpu().clone() for p in factors]
-        self.there = factors
-        self.held = [self.there]
+        self.there, self.held = factors, [factors]
         self.round([[1, 2]])  # which makes the moments
         states = [self.optimizer.state[p] for p in factors]
         self.there = [*factors, *(s[n] for n in ("exp_avg", "exp_avg_sq") for s in states)]

@@ -106,31 +106,34 @@ def fits(total: float) -> str:
     return str(cards[0]) if cards else "more"
 
 
+def markdown(left: int, head: list[str], lines: list[list[str]]) -> str:
+    """A table whose first columns are aligned to the left."""
+    align = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, align, *lines))
+
+
 def table() -> str:
     head = ["model", "experts in", "base"]
     head += [f"rank {rank}" for rank in RANKS]
     head += [f"{tokens} tokens" for tokens in TOKENS]
     head += [f"card for rank {rank}, {tokens} tokens" for rank, tokens in STEPS]
-    lines = [head, ["---", "---"] + ["---:"] * (len(head) - 2)]
+    lines = []
     for model in MODELS:
         for kind in model.formats:
             sizes = [model.base(kind), *(model.adapters(rank) for rank in RANKS)]
             sizes += [model.activations(RANKS[0], tokens) for tokens in TOKENS]
             cards = [fits(model.total(kind, *step)) for step in STEPS]
             lines.append([model.name, kind, *(f"{size / GB:.1f}" for size in sizes), *cards])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(2, head, lines)
 
 
 def parallel_table(worlds: Sequence[int] = WORLDS) -> str:
-    rank, tokens = STEPS[1]
-    head = ["model, experts in bf16"]
+    head, lines = ["model, experts in bf16"], []
     head += [f"each of {world}" for world in worlds] + [f"card for {world}" for world in worlds]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for model in MODELS:
         sizes = [model.on_each(world, *STEPS[1]) for world in worlds]
-        each = [f"{size / GB:.1f}" for size in sizes]
-        lines.append([model.name, *each, *map(fits, sizes)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append([model.name, *(f"{size / GB:.1f}" for size in sizes), *map(fits, sizes)])
+    return markdown(1, head, lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Large batches run at the power cap of a card, which then lowers its clock.
 """
 
+import contextlib
 import statistics
 import subprocess
 import threading
@@ -22,20 +23,11 @@ LIMITS = {  # bits of the last one
 }
 
 
-def sample(line):
-    """(MHz, watts, bits of LIMITS) of a line of nvidia-smi; None if a value is not a number."""
-    try:
-        mhz, watts, limits = line.split(",")
-        return float(mhz), float(watts), int(limits, 16)
-    except ValueError:
-        return None
-
-
 class Sampler:
     """Clock and power of a GPU, as a process of nvidia-smi reports them all the time."""
 
     def __init__(self):
-        self.samples = []  # (time, what `sample` returns)
+        self.samples = []  # (time, MHz, watts, bits of LIMITS)
         command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties().uuid}"]
         command += [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
         command += [f"--loop-ms={SAMPLE_MS}"]
@@ -44,16 +36,18 @@ class Sampler:
 
     def read(self):
         for line in self.process.stdout:
-            if known := sample(line):
-                self.samples.append((time.perf_counter(), known))
+            with contextlib.suppress(ValueError):  # a value is not a number
+                mhz, watts, limits = line.split(",")
+                known = float(mhz), float(watts), int(limits, 16)
+                self.samples.append((time.perf_counter(), *known))
 
     def since(self, start):
         """{"mhz": median, "watts": mean, "limits": names of LIMITS} since then; {} without a
         sample."""
-        found = [known for at, known in list(self.samples) if at >= start]
+        found = [sample for sample in list(self.samples) if sample[0] >= start]
         if not found:
             return {}
-        mhz, watts, bits = zip(*found, strict=True)
+        _, mhz, watts, bits = zip(*found, strict=True)
         limits = [name for bit, name in LIMITS.items() if any(bit & b for b in bits)]
         mean = round(statistics.fmean(watts), 1)
         return {"mhz": statistics.median(mhz), "watts": mean, "limits": limits}
