@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -55,16 +54,14 @@ class Marlin:
         assert format
         self.weights = self.packed(self.schemes[format])
         columns, rows = self.weights.Hp, self.weights.Ip
-        self.loras = {
-            rank: self.vq.L.Lora(
+        self.loras = {}
+        for rank, f in layer.stacks.items():
+            gate_up = (
                 [grown(a, rank, columns) for a in f.a13],
                 [grown(b, rows, rank) for b in f.b13],
-                grown(f.a2, rank, rows),
-                grown(f.b2, columns, rank),
-                layer.device,
             )
-            for rank, f in layer.stacks.items()
-        }
+            down = grown(f.a2, rank, rows), grown(f.b2, columns, rank)
+            self.loras[rank] = self.vq.L.Lora(*gate_up, *down, layer.device)
 
     def check(self) -> None:
         require(self.vq.HAVE_MARLIN, f"the peer has no Marlin: {self.vq.CUDA_NOTE}")
@@ -97,13 +94,11 @@ class Marlin:
         model, vq, width = self.layer.model, self.vq, self.weights.Hp
         tokens = len(batches[0].x)
         theirs = vq.make_layer(self.weights, tokens, model.top_k, self.layer.device)
-        sets = [
-            vq.L.TokenSet(
-                grown(b.x, tokens, width),
-                *(b.topk_ids, b.topk_weights, b.mapping.to(torch.int64), self.layer.adapters),
-            )
-            for b in batches
-        ]
+        sets = []
+        for b in batches:
+            who = b.mapping.long(), self.layer.adapters
+            x = grown(b.x, tokens, width)
+            sets.append(vq.L.TokenSet(x, b.topk_ids, b.topk_weights, *who))
 
         def run(i: int, lora: Any = None) -> Tensor:
             return theirs.run(sets[i], lora)[:, : model.hidden]

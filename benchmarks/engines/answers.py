@@ -102,9 +102,8 @@ def compare(what, names, ours, theirs, same=SAME):
 def adapters_act(what, check):
     """An adapter must move the log-probabilities by far more than batching does."""
     base, rows = prompts(check["alone"][0]), []
-    for name, *replies in list(zip(check["names"], check["alone"], check["mixed"], strict=True))[
-        1:
-    ]:
+    adapters = zip(check["names"], check["alone"], check["mixed"], strict=True)
+    for name, *replies in [*adapters][1:]:
         alone, mixed = map(prompts, replies)
         moved, noise = (statistics.median(differences(alone, p)) for p in (base, mixed))
         ok = moved > 10 * max(noise, 1e-4)

@@ -168,11 +168,13 @@ class Bench(Stages):
     def started(self, name, model, *words):
         """The job of an engine."""
         environment = {self.switch: "1" if name.startswith("moelora") else "0"}
-        for more in (word for word in words if isinstance(word, dict)):
-            environment |= more
-        words = [word for word in words if not isinstance(word, dict)]
-        words = ["-m", self.engine, "--model", self.work / model, "--out", self.file(name), *words]
-        return self.job(name, words, self.args.start_s + CHECK_S, **environment)
+        command = ["-m", self.engine, "--model", self.work / model, "--out", self.file(name)]
+        for word in words:
+            if isinstance(word, dict):
+                environment |= word
+            else:
+                command.append(word)
+        return self.job(name, command, self.args.start_s + CHECK_S, **environment)
 
     def ended(self, name, job):
         """Waits for an engine, and takes whatever it had written, even if it did not end well."""
@@ -193,9 +195,8 @@ class Bench(Stages):
         """The job of a trainer that reads the answers of a run."""
         name = f"{kind} of {run}"
         words = [*self.train, "--as", kind, "--model", self.work / model, *flags]
-        return self.job(
-            name, [*words, "--engine", self.file(run), "--out", self.file(name)], seconds
-        )
+        words += ["--engine", self.file(run), "--out", self.file(name)]
+        return self.job(name, words, seconds)
 
     def held(self, run, job):
         """Waits for the reference of a run, and takes what it says."""
@@ -251,9 +252,8 @@ def arguments(doc, work, start_s, formats):
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
-    p.add_argument(
-        "--start-s", type=float, default=start_s, help="that an engine may take to start"
-    )
+    about = "that an engine may take to start"
+    p.add_argument("--start-s", type=float, default=start_s, help=about)
     p.add_argument("--format", choices=formats, help="of experts")
     return p
 

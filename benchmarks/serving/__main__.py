@@ -7,7 +7,7 @@ import sys
 import time
 
 from benchmarks import serving
-from benchmarks.engines.jobs import Stages, is_up, show, version
+from benchmarks.engines.jobs import Stages, is_up, show, stem, version
 from benchmarks.options import numbers, words
 from benchmarks.serving import client, models, sglang_adapters
 from moelora.bench import results
@@ -159,25 +159,18 @@ class Bench(Stages):
         waiting = list(servers)
         while waiting:
             for server, target in list(waiting):
+                seconds = time.monotonic() - server.start
                 if is_up(f"{target['url']}/health", server.process, until=0):
-                    yield self.answering(server, target)
-                elif server.process.poll() is None and not self.is_late(server):
+                    if not self.args.at_once:
+                        target["fields"]["start_s"] = round(seconds, 1)
+                    line = self.args.known[target["name"]].get("log", "")
+                    if line not in server.log.read_text(errors="replace"):
+                        target["fields"]["served"] = "moelora's line is not in the server's log"
+                    yield target
+                elif server.process.poll() is None and seconds < self.args.start_s:
                     continue
                 waiting.remove((server, target))
             time.sleep(0.2)
-
-    def is_late(self, server):
-        return server.start + self.args.start_s <= time.monotonic()
-
-    def answering(self, server, target):
-        """The target of a server, with fields for its rows."""
-        fields = target["fields"]
-        if not self.args.at_once:
-            fields["start_s"] = round(time.monotonic() - server.start, 1)
-        log = server.log.read_text(errors="replace")
-        if (line := self.args.known[target["name"]].get("log")) and line not in log:
-            fields["served"] = "moelora's line is not in the server's log"
-        return target | {"fields": fields}
 
     def load(self, targets):
         """Run the loads of servers, which take turns in each; rows are there as soon as they are
@@ -188,8 +181,7 @@ class Bench(Stages):
         without = [w for w in self.args.workloads if w in without]
         runs += [(w, i, []) for w in without for i, t in numbered if t["adapters"]]
         names = ", ".join(target["name"] for target in targets)
-        stem = self.work / names.replace(", ", "-").replace(" ", "-")
-        job, out = stem.with_suffix(".job.json"), stem.with_suffix(".jsonl")
+        job, out = (self.work / f"{stem(names)}.{end}" for end in ("job.json", "jsonl"))
         workloads = {w: self.args.loads[w] for w in self.args.workloads}
         asked = {"targets": targets, "workloads": workloads, "runs": runs, "slo": self.args.slo}
         job.write_text(json.dumps(asked))
@@ -206,10 +198,9 @@ class Bench(Stages):
 
     def caches(self, name):
         """Empty folders, so that a server whose start is timed compiles as on a fresh machine."""
-        folder = self.work / "caches" / name.replace(" ", "-")
-        variables = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        variables += ("SGLANG_JIT_CACHE_DIR",)
-        return {variable: str(folder / variable.lower()) for variable in variables}
+        names = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        folder = self.work / "caches" / stem(name)
+        return {n: str(folder / n.lower()) for n in (*names, "SGLANG_JIT_CACHE_DIR")}
 
     def write(self):
         names = ("model", "format", "layers", "adapters", "ranks", "slo", "server_args")
