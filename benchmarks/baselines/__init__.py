@@ -14,11 +14,11 @@ from typing import Any
 from moelora.bench import baselines
 from moelora.bench.baselines import Entry, require
 
-QUANTIZED = f"{__name__}.vllm_quantized"
+VLLM = f"{__name__}.vllm"
 PEERS = {
-    "vllm": Entry(f"{__name__}.vllm:VLLM", "vLLM's own kernels, from $MOELORA_PEERS"),
-    "marlin": Entry(f"{QUANTIZED}:Marlin", "vLLM's Marlin layer, from $MOELORA_PEERS", True),
-    "triton_fp8": Entry(f"{QUANTIZED}:TritonFP8", "vLLM's FP8 layer, from $MOELORA_PEERS", True),
+    "vllm": Entry(f"{VLLM}:VLLM", "vLLM's own kernels, from $MOELORA_PEERS"),
+    "marlin": Entry(f"{VLLM}:Marlin", "vLLM's Marlin layer, from $MOELORA_PEERS", True),
+    "triton_fp8": Entry(f"{VLLM}:TritonFP8", "vLLM's FP8 layer, from $MOELORA_PEERS", True),
 }
 TRITON_CACHE = pathlib.Path("/tmp/vq_triton_cache")  # hard-coded in the packed files
 
