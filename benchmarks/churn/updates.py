@@ -6,6 +6,7 @@
 All layers of the decoder share one set of weights: only factors are of the size of a whole model.
 """
 
+import contextlib
 import statistics
 import threading
 import time
@@ -21,39 +22,36 @@ ROWS, STEPS = 16, 8  # of a batch that holds the adapter
 LENGTH = 256  # of its sequences
 
 
-class Load:
-    """Decode steps in a thread, all rows with the adapter."""
-
-    def __init__(self, decoder):
-        self.decoder, self.seconds, self.done = decoder, [], threading.Event()
-        self.stream = torch.cuda.Stream() if decoder.device == "cuda" else None
-        self.thread = threading.Thread(target=self.run, daemon=True)
+@contextlib.contextmanager
+def load(decoder):
+    """Decode steps in a thread, all rows with the adapter; a list of their milliseconds."""
+    took, done = [], threading.Event()
+    stream = torch.cuda.Stream() if decoder.device == "cuda" else None
 
     @torch.no_grad()
-    def run(self):
-        decoder, pool = self.decoder, self.decoder.pool
-        with torch.cuda.stream(self.stream):
-            while not self.done.is_set():
-                with pool.hold(["a"], timeout=60) as held:
+    def run():
+        with torch.cuda.stream(stream):
+            while not done.is_set():
+                with decoder.pool.hold(["a"], timeout=60) as held:
                     for _ in range(STEPS):
                         start = time.perf_counter()
-                        pool.mapping(["a"] * ROWS, held=held, out=decoder.mapping)
+                        decoder.pool.mapping(["a"] * ROWS, held=held, out=decoder.mapping)
                         held.wait()
                         decoder.decode()
-                        self.seconds.append(time.perf_counter() - start)
+                        took.append(1e3 * (time.perf_counter() - start))
 
-    def __enter__(self):
-        self.thread.start()
-        while len(self.seconds) < STEPS:
-            if not self.thread.is_alive():
-                raise RuntimeError("the thread of the load has failed")
-            time.sleep(0.01)
-        self.seconds.clear()
-        return self
-
-    def __exit__(self, *error):
-        self.done.set()
-        self.thread.join()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while len(took) < STEPS:
+        if not thread.is_alive():
+            raise RuntimeError("the thread of the load has failed")
+        time.sleep(0.01)
+    took.clear()
+    try:
+        yield took
+    finally:
+        done.set()
+        thread.join()
 
 
 def update(pool, states, config, count):
@@ -87,9 +85,9 @@ def measure(shape, args):
         case |= {"rank": rank, "gib": round(nbytes / 2**30, 3)}
         versions = (state, other), config, args.updates
         yield case | {"what": "idle"} | times(update(pool, *versions), [])
-        with Load(decoder) as load:
+        with load(decoder) as steps:
             found = update(pool, *versions)
-        yield case | {"what": "under load"} | times(found, [1e3 * s for s in load.seconds])
+        yield case | {"what": "under load"} | times(found, steps)
         del state, other, versions
 
 

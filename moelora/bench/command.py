@@ -18,6 +18,7 @@ turns. Every baseline is compared with float64 before it is timed.
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from itertools import groupby, product
@@ -47,6 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "baselines": {"cuda": "auto", "cpu": "auto"},
     "deadline_s": {"cuda": math.inf, "cpu": math.inf},
 }
+LEAST = {"threads": 1, "mm_size": 1, "budget_ms": 0, "patience_s": 0, "deadline_s": 0}
 # What --quick takes instead, where nothing else is given: the baselines that start at once.
 QUICK_SECONDS = 60.0
 QUICK: dict[str, dict[str, Any]] = {
@@ -149,15 +151,14 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         args.baselines = []
     else:
         args.baselines = _words("--baselines", args.baselines, baselines.BASELINES)
-    for name in ("threads", "mm_size", "budget_ms", "patience_s", "deadline_s"):
-        least = 1 if name in ("threads", "mm_size") else 0
+    for name, least in LEAST.items():
         if (number := getattr(args, name, None)) is not None and not number >= least:
             raise ValueError(f"--{name.replace('_', '-')} is {number}, wanted {least} or more")
     if math.isinf(args.budget_ms):
         raise ValueError("--budget-ms is inf, wanted a finite time")
     if getattr(args, "out", None):
         results.check_writable("--out", args.out)
-    if args.mix not in cases.MIXES and not _is_share(args.mix):
+    if args.mix not in cases.MIXES and not re.fullmatch(r"[01]|0?\.\d+|1\.0+", args.mix):
         raise ValueError(f"--mix is {args.mix!r}, wanted {', '.join(cases.MIXES)} or a share")
     if args.routing not in cases.ROUTINGS:
         if not Path(args.routing).is_file():
@@ -215,13 +216,6 @@ def _words(option: str, text: str, known: Collection[str]) -> list[str]:
         if word not in known:
             raise ValueError(f"{option}: {word!r} is none of {', '.join(known)}")
     return words
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0.0 <= float(text) <= 1.0
-    except ValueError:
-        return False
 
 
 def tools(args: argparse.Namespace) -> tuple[GraphTimer | TurnTimer, torch.Generator]:
