@@ -12,7 +12,6 @@ became more or less. The exit status is 1 where kernels differ.
 
 import argparse
 import collections
-import dataclasses
 import functools
 import os
 import re
@@ -30,20 +29,15 @@ MOST_CHANGES = 6  # opcodes that a line names
 LIKE = 0.2  # of its instructions that a renamed kernel may lack
 
 
-@dataclasses.dataclass
 class Kernel:
-    arch: str
-    name: str
-    code: tuple[str, ...] = ()
-
-    @property
-    def stem(self):
-        return self.name.partition("<")[0]
+    def __init__(self, arch, name, code):
+        self.arch, self.name, self.code = arch, name, code
+        self.stem = name.partition("<")[0]
 
     @functools.cached_property
     def shape(self):
         """The code, wherever parameters lie."""
-        return tuple(CONSTANT.sub("c[]", line) for line in self.code)
+        return [CONSTANT.sub("c[]", line) for line in self.code]
 
     @functools.cached_property
     def opcodes(self):
@@ -80,10 +74,7 @@ def read_kernels(path, tool, arch):
     if process.returncode or not kernels:
         raise SystemExit(f"{path}: {' '.join(command)} finds no kernels")
     names = demangle([name for _, name, _ in kernels])
-    return [
-        Kernel(arch, name, tuple(code))
-        for (arch, _, code), name in zip(kernels, names, strict=True)
-    ]
+    return [Kernel(a, name, code) for (a, _, code), name in zip(kernels, names, strict=True)]
 
 
 def distance(one, two):
@@ -145,13 +136,11 @@ def main(argv=None):
     tool = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "cuobjdump")
     parser.add_argument("--cuobjdump", default=tool if os.path.exists(tool) else "cuobjdump")
     args = parser.parse_args(argv)
-    sides = []
-    for text in args.builds:
-        _, _, path = text.rpartition("=")
-        try:
-            kernels = read_kernels(path, args.cuobjdump, args.arch)
-        except FileNotFoundError as error:
-            why = f"{error.filename} is not here: it comes with CUDA's Toolkit"
-            raise SystemExit(why) from None
-        sides.append([kernel for kernel in kernels if args.only in kernel.name])
+    paths = [text.rpartition("=")[2] for text in args.builds]
+    try:
+        sides = [read_kernels(path, args.cuobjdump, args.arch) for path in paths]
+    except FileNotFoundError as error:
+        why = f"{error.filename} is not here: it comes with CUDA's Toolkit"
+        raise SystemExit(why) from None
+    sides = [[kernel for kernel in side if args.only in kernel.name] for side in sides]
     return 0 if compare(*sides) else 1
