@@ -3,7 +3,6 @@
 import importlib
 import os
 import shutil
-import sys
 import time
 from importlib.util import find_spec
 
@@ -13,12 +12,10 @@ from conftest import on_gpu
 
 import moelora
 from benchmarks import grouped_mm, layer, linear_delta, qlora_step, tables, training
-from benchmarks.compare import products, times
 from benchmarks.compare.__main__ import COMMANDS
 from benchmarks.processes import apart
 from moelora import _C
 from moelora.bench import baselines, machine, results, shapes
-from moelora.bench.layer import Layer
 
 TOY = "--shape 4,2,72,40 --adapters 3 --budget-ms 0 --device cpu"
 BUILDS = f"before={_C.__file__} scalar={_C.__file__},MOELORA_FORCE_VARIANT=gemm_f32_scalar"
@@ -166,42 +163,6 @@ def test_a_larger_error_than_that_of_bf16_is_no_success():
 
 
 # ---- of scripts for GPUs, what runs without one ----
-
-
-class StandIn:
-    """What DeepGEMM documents of its grouped product, in float32: tiles of 128 rows of one expert,
-    -1 beyond its rows, scales for 128 columns of a row and for 128 x 128 weights."""
-
-    get_mk_alignment_for_contiguous_layout = staticmethod(lambda: 128)
-    get_mn_major_tma_aligned_tensor = staticmethod(lambda scales: scales)
-
-    @staticmethod
-    def m_grouped_fp8_gemm_nt_contiguous(left, right, out, groups):
-        def numbers(values, scales, rows):
-            blocks = scales.repeat_interleave(rows, -2).repeat_interleave(128, -1)
-            return values.float() * blocks
-
-        x, w = numbers(*left, 1), numbers(*right, 128)
-        tiles = zip(x.split(128), out.split(128), groups.split(128), strict=True)
-        for rows, result, experts in tiles:
-            (expert,) = {*experts.tolist()} - {-1}
-            result.copy_(rows @ w[expert].T)
-
-
-def test_products_beside_deepgemm_are_the_same_products(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_gemm", StandIn())
-    monkeypatch.setenv("DEEPGEMM", "1")
-    worker, case = times.Worker("cpu", watts=False), (170, [0], "many", "uniform", "layer")
-    model = shapes.Model("small", 4, 2, 256, 128, format="fp8_block")
-    worker.layer = Layer(model, "bf16", [], 1, worker.generator)
-    worker.draw(*case)
-    assert worker.turn(0, 0.0)["us"] > 0 and worker.batches[0].x.any()
-    monkeypatch.setattr(products, "LARGEST", 2 * products.LARGEST)  # other numbers
-    with pytest.raises(RuntimeError, match="is off by"):
-        worker.draw(*case)
-    monkeypatch.setenv("ZEROS", "1")
-    worker.draw(*case)
-    assert not worker.batches[0].x.any()
 
 
 SMALL = qlora_step.Sizes("small", (), 2, 4, 2, 64, 64, 64, 4, 2, 16, 2, rank=4)
