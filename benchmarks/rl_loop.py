@@ -257,12 +257,14 @@ def loop(format, model, sampler, args):
 
 def updates(format, sampler, slot, args):
     """Cases of updates, idle and under load."""
-    nbytes = sampler.push(slot)
-    idle = [(sampler.push(slot), sampler.ms)[1] for _ in range(5)]
+    idle = []
+    for _ in range(6):
+        nbytes = sampler.push(slot)
+        idle.append(sampler.ms)
     alone, _ = sampler.busy(slot, float("inf"))
     rate, under = sampler.busy(slot, args.every)
     row = {"topic": "rl_update", "format": format, "mib": nbytes / 2**20, "every_s": args.every}
-    for what, ms, share in (("idle", idle, None), ("under load", under, rate / alone)):
+    for what, ms, share in (("idle", idle[1:], None), ("under load", under, rate / alone)):
         spread = {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)} if ms else {}
         yield row | {"what": what, "share": share} | spread
 
@@ -280,9 +282,8 @@ def send(args):
     folder, plain = checkpoint("bf16", args)
     sampler, model = Vllm(folder, args, lora=False), trainer(plain)
     took = [timed_ms(lambda: sampler.send(model))[0] for _ in range(2)]
-    sent = sum(p.nbytes for p in model.parameters()) / 2**20
     row = {"topic": "rl_send", "what": "the whole model", "format": "bf16"}
-    yield row | {"mib": sent, "ms": took[-1]}
+    yield row | {"mib": sum(p.nbytes for p in model.parameters()) / 2**20, "ms": took[-1]}
 
 
 def sample_and_train(format, args):
@@ -301,15 +302,12 @@ def cases_of(format, args):
     return alone[format](args) if format in alone else sample_and_train(format, args)
 
 
-def cases(args, failed):
-    """Cases of all formats, as they are measured; names of formats that fail go to `failed`."""
+def cases(args):
+    """Cases of all formats, as they are measured; the last one of a format that fails says why."""
     several = len(args.formats) > 1  # an engine does not give back a GPU
     for format in args.formats:
         for case in apart(cases_of, [(format, args)]) if several else cases_of(format, args):
-            if "error" in case:
-                failed.append(format)
-            else:
-                yield case
+            yield {"topic": "rl_error", "format": format} | case
 
 
 def main(argv=None):
@@ -326,13 +324,10 @@ def main(argv=None):
     p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
     p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm", help="of answers")
     p.add_argument("--work", type=pathlib.Path, help="folder for checkpoints, kept")
-    args, failed = p.parse_args(argv), []
+    args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         args.work = args.work or pathlib.Path(folder)
-        report(cases(args, failed), args.out)
-    if failed:
-        print(f"failed: {', '.join(failed)}; rows are those from before", file=sys.stderr)
-    return bool(failed)
+        return int(any("error" in case for case in report(cases(args), args.out)))
 
 
 if __name__ == "__main__":
