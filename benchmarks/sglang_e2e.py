@@ -19,11 +19,11 @@ from benchmarks.engines.sglang_engine import COMMON
 from moelora.integrations.sglang import SWITCH
 
 OWN_PATH, SERVED = "SGLang's own path runs", "runs MoE layers with LoRA"
-RUNNERS = {"moelora, v2": "lora_triton", "moelora, marlin": "lora_marlin"}  # of SGLang, replaced
-CHECKED = {  # servers whose answers are compared: --moe-runner-backend, moelora's server
-    "sglang, v2": ("lora_triton", "moelora, v2"),
-    "sglang, v2 cutedsl": ("lora_cutedsl", "moelora, v2"),  # needs nvidia-cutlass-dsl
-    "sglang, marlin": ("lora_marlin", "moelora, marlin"),  # NVFP4 of ModelOpt: its only one
+V2, MARLIN = {"moelora, v2": "lora_triton"}, {"moelora, marlin": "lora_marlin"}
+CHECKED = {  # servers whose answers are compared: --moe-runner-backend, moelora's server and its
+    "sglang, v2": ("lora_triton", V2),
+    "sglang, v2 cutedsl": ("lora_cutedsl", V2),  # needs nvidia-cutlass-dsl
+    "sglang, marlin": ("lora_marlin", MARLIN),  # NVFP4 of ModelOpt: its only one
 }
 
 
@@ -46,9 +46,8 @@ def main(argv=None):
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")
     args = p.parse_args(argv)
     runner, ours = CHECKED[args.checked]
-    runners = {} if args.alone else {args.checked: runner}
-    runners[ours] = RUNNERS[ours]
-    bench = Bench(args, ours, args.checked)
+    runners = ours if args.alone else {args.checked: runner} | ours
+    bench = Bench(args, *ours, args.checked)
     if model := bench.model():
         runs = {name: ("--port", args.port, "--runner", r) for name, r in runners.items()}
         bench.run(runs, model, held=lambda name: not args.alone)

@@ -105,13 +105,9 @@ def wrapped_by_peft(model, rank, implementation):
     import peft
 
     moelora, before = model.config._experts_implementation, model
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=[*ATTENTION],
-        target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
-        init_lora_weights=False,
-    )
+    targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+    targets |= {"target_modules": [*ATTENTION], "init_lora_weights": False}
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets)
     model.set_experts_implementation(implementation)
     adapted = peft.get_peft_model(model, config).eval().requires_grad_(False)
     try:

@@ -64,11 +64,9 @@ def parse(argv=None):
     args.workloads = [name for word in args.workloads for name in GROUPS.get(word, [word])]
     if args.url and (len(args.engines) != 1 or not args.served_model):
         p.error("--url wants one name for --engines and the server's --served-model")
-    for option, names, rows in (
-        ("engines", args.engines, args.engines if args.url else args.known),
-        ("workloads", args.workloads, args.loads),
-    ):
-        if unknown := [name for name in names if name not in rows]:
+    known = {"engines": args.engines if args.url else args.known, "workloads": args.loads}
+    for option, rows in known.items():
+        if unknown := [name for name in getattr(args, option) if name not in rows]:
             p.error(f"--{option} has {unknown}, known are {', '.join(rows)}")
     pool = {name: getattr(args, name) for name in ("max_loras", "max_cpu_loras")}
     args.pool = {name: size for name, size in pool.items() if size is not None}

@@ -86,20 +86,15 @@ def run(args: argparse.Namespace) -> int:
     table = Table("case", "what", "before us", "after us", "change", "noise", "")
     for c in sorted(found, key=lambda c: -c["change"]):
         if c["verdict"] != "same":
-            color = {"slower": "red", "faster": "green"}[c["verdict"]]
-            table.add_row(
-                *(c["case"], c["what"], shown(c["before_us"]), shown(c["after_us"])),
-                *(f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"),
-                f"[{color}]{c['verdict']}[/]",
-            )
+            times = shown(c["before_us"]), shown(c["after_us"])
+            shares = f"{100 * c['change']:+.1f} %", f"{100 * c['noise']:.1f} %"
+            style = {"slower": "red", "faster": "green"}[c["verdict"]]
+            table.add_row(c["case"], c["what"], *times, *shares, c["verdict"], style=style)
     if table.row_count:
         where.print(table)
     count = Counter(c["verdict"] for c in found)
-    where.print(
-        f"{len(found)} times in both files: {count['slower']} slower, {count['faster']} faster, "
-        f"{count['same']} the same",
-        highlight=False,
-    )
+    kinds = f"{count['slower']} slower, {count['faster']} faster, {count['same']} the same"
+    where.print(f"{len(found)} times in both files: {kinds}", highlight=False)
     if not found:
         where.print("the files have no case in common")
     return 1 if count["slower"] or not found else 0
