@@ -4,6 +4,7 @@ import argparse
 
 from moelora.bench import results
 
+DEVICES = ("cuda", "cpu")
 ABOUT = {
     "models": "of `moelora bench --list`",
     "tokens": "in a batch",
@@ -33,14 +34,14 @@ def words(text):
 def parser(doc, **defaults):
     """A parser with an option for each default, and --out.
 
-    A default has its help in ABOUT, or is (default, help). Lists are separated by commas; False is
-    a flag.
+    A default has its help in ABOUT, or is (default, help) or (default, help, choices). Lists are
+    separated by commas; False is a flag.
     """
     made = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for name, default in defaults.items():
-        default, help = default if isinstance(default, tuple) else (default, ABOUT[name])
+        default, help, *choices = default if isinstance(default, tuple) else (default, ABOUT[name])
         flag, kind = f"--{name.replace('_', '-')}", type(default)
         if default is False:
             made.add_argument(flag, action="store_true", help=help)
@@ -48,7 +49,8 @@ def parser(doc, **defaults):
         if kind is list:
             kind = numbers if all(isinstance(d, int) for d in default) else words
             default = ",".join(map(str, default))
-        made.add_argument(flag, default=default, type=kind, help=help)
+        choices = choices[0] if choices else None
+        made.add_argument(flag, default=default, type=kind, help=help, choices=choices)
     made.add_argument("--out", help="result file to write")
     return made
 

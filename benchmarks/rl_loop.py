@@ -320,9 +320,9 @@ def main(argv=None):
         new=(32, "tokens of an answer"),
         every=(0.3, "seconds between updates under load"),
         memory=(0.45, "vLLM's gpu_memory_utilization"),
+        preset=("a3b", "of the model", engine_model.PRESETS),
+        sampler=("vllm", "of answers", ("vllm", "transformers")),
     )
-    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
-    p.add_argument("--sampler", choices=("vllm", "transformers"), default="vllm", help="of answers")
     p.add_argument("--work", type=pathlib.Path, help="folder for checkpoints, kept")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

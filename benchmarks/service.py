@@ -128,8 +128,8 @@ def main(argv=None):
         modes=(["mixed", "swapped", "peft"], "the first is 1 ×"),
         tokens=(256, "of a client in a round"),
         rounds=(3, "after one that is not timed"),
+        preset=("a3b", "of the model", engine_model.PRESETS),
     )
-    p.add_argument("--preset", choices=engine_model.PRESETS, default="a3b", help="of the model")
     args = p.parse_args(argv)
     report(cases(args), args.out)
     return 0

@@ -27,7 +27,7 @@ import moelora.integrations.transformers as mt
 from benchmarks.engines.engine_model import PRESETS
 from benchmarks.gpu import capture, free, timed
 from benchmarks.models import factors, qwen3_moe
-from benchmarks.options import parser, report
+from benchmarks.options import DEVICES, parser, report
 
 ADAPTERS = ("a", "b", "c", "d")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -158,9 +158,9 @@ def main(argv=None):
         prompt=(256, "tokens of each row"),
         steps=(20, "of one sample"),
         runs=(5, "samples of a mode"),
+        preset=("a3b", "of the model", PRESETS),
+        device=("cuda", "of the model", DEVICES),
     )
-    p.add_argument("--preset", default="a3b", choices=PRESETS, help="of the model")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the model")
     args = p.parse_args(argv)
     settings = {name: getattr(args, name) for name in ("prompt", "preset", "rank")}
     with torch.inference_mode():

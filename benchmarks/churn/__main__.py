@@ -16,7 +16,7 @@ import torch
 from benchmarks.churn import arrivals, updates
 from benchmarks.engines.engine_model import PRESETS
 from benchmarks.gpu import free
-from benchmarks.options import parser, report
+from benchmarks.options import DEVICES, parser, report
 
 TOPICS = {"arrivals": arrivals.measure, "updates": updates.measure}
 
@@ -37,9 +37,9 @@ def parsed(argv):
         update_layers=(48, "of the adapter that is updated"),
         update_rank=(32, "of that adapter"),
         updates=(20, "of each case"),
+        preset=("a3b", "of the model", PRESETS),
+        device=("cuda", "of the model", DEVICES),
     )
-    p.add_argument("--preset", default="a3b", choices=PRESETS, help="of the model")
-    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the model")
     args = p.parse_args(argv)
     if unknown := {*args.topics} - {*TOPICS}:
         p.error(f"--topics has {sorted(unknown)}")

@@ -207,13 +207,13 @@ def main(argv=None):
         budget_ms=5.0,
         deadline_s=math.inf,
         watts=(False, "and clocks and joules, of a GPU"),
+        device=("cuda", "of all builds", options.DEVICES),
+        dtype=("bf16", "of activations", cases.DTYPES),
+        part=("layer", "of the layer", ("layer", *DELTAS)),
     )
     parser.add_argument("builds", nargs="+", help="NAME=MODULE[,VARIABLE=VALUE...]")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of all builds")
-    parser.add_argument("--dtype", default="bf16", choices=cases.DTYPES, help="of activations")
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
     parser.add_argument("--variants", help="a regular expression of names")
-    parser.add_argument("--part", default="layer", choices=("layer", *DELTAS), help="of the layer")
     args = parser.parse_args(argv)
     if args.watts and (args.device == "cpu" or not torch.cuda.is_available()):
         parser.error("clocks and watts are a GPU's, and torch finds none")
