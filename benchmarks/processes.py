@@ -14,19 +14,20 @@ def apart(work, arguments, seconds=86400.0, preload=()):
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    running, until = {}, time.monotonic() + seconds
-    for each in arguments:
-        pipe, end = context.Pipe(duplex=False)
-        running[pipe] = context.Process(target=_send, args=(end, work, each))
-        running[pipe].start()
-        end.close()
-    processes = list(running.values())
+    processes, running, until = [], [], time.monotonic() + seconds
     try:
+        for each in arguments:
+            pipe, end = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(end, work, each))
+            process.start()
+            processes.append(process)
+            running.append(pipe)
+            end.close()
         while running:
             ready = connection.wait(running, max(0.0, until - time.monotonic()))
             for pipe in ready or [None]:
                 if (answer := _receive(pipe, seconds)) is None:
-                    del running[pipe]
+                    running.remove(pipe)
                     continue
                 yield answer
                 if "error" in answer:

@@ -102,9 +102,10 @@ class Bench(Stages):
 
     def serve(self, names, made):
         """Start servers, run their loads, stop them."""
-        servers = [self.start(name, made, i, len(names)) for i, name in enumerate(names)]
-        up, late = [], f"did not answer within {self.args.start_s:g} s"
+        servers, up, late = [], [], f"did not answer within {self.args.start_s:g} s"
         try:
+            for i, name in enumerate(names):
+                servers.append(self.start(name, made, i, len(names)))
             up += self.up(servers)
             for targets in [up] if self.args.at_once else [[target] for target in up]:
                 if targets:
