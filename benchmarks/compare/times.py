@@ -3,7 +3,7 @@
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
     python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
-    python -m benchmarks.compare times drawn=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2
+    python -m benchmarks.compare times random=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2
     python -m benchmarks.compare times ours=. theirs=.,DEEPGEMM=1 --models qwen3@fp8_block --ranks 0
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
@@ -13,9 +13,9 @@ percentages compare with the first build. The same module twice shows the noise.
 whether the first batch has the same result with all builds.
 
 `--part` takes the delta of one projection instead of the layer. With DEEPGEMM=1 a build's layer is
-the two base products by an installed DeepGEMM. `--variants` adds the first build with each kernel
-variant of projections and whole layers forced, beside its plan: the tables of csrc/core/plan_tile.c
-come from this. One that does not serve a layer has the plan's time.
+the two base products by an installed DeepGEMM, whose bits are others. `--variants` adds the first
+build with each kernel variant of projections and whole layers forced, beside its plan: the tables
+of csrc/core/plan_tile.c come from this. One that does not serve a layer has the plan's time.
 
 `--watts`: turns of --budget-ms after a pause, with microseconds at first and later, clock, watts,
 joules of a call, what held the clock down, and microseconds of each kernel. With ZEROS=1 tokens are
@@ -90,6 +90,8 @@ class Worker:
     def part(self, name, tokens):
         """A function of a batch and a rank: the layer, or the delta of one of its projections."""
         layer, down = self.layer, name == "down"
+        if name == "layer" and "DEEPGEMM" not in os.environ:
+            return Ours(layer).run
         shape = (tokens * layer.model.top_k, layer.model.intermediate)
         h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
         if "ZEROS" in os.environ:
@@ -105,22 +107,20 @@ class Worker:
                 mul_routed_weight=down,
             )
 
-        if name in DELTAS:
-            return delta
-        return self.products(h) if "DEEPGEMM" in os.environ else Ours(layer).run
+        return delta if name in DELTAS else self.products(h)
 
     def products(self, h):
         """A function of a batch: DeepGEMM's products of w13 and of w2, whose rows are h."""
         if self.layer.model.format != "fp8_block" or self.layer.stacks:
             raise ValueError("DEEPGEMM=1 is for models@fp8_block and --ranks 0")
-        calls = {}
-        for b in self.batches:
-            for name, x in (("w13", b.x), ("w2", h)):
-                weights = self.layer.checkpoint[name]
-                w = FORMATS["fp8_block"].pack(*weights, dtype=h.dtype)
+        calls = {id(b): [] for b in self.batches}
+        for name, weights in self.layer.checkpoint.items():
+            w = FORMATS["fp8_block"].pack(*weights, dtype=h.dtype)
+            for b in self.batches:
+                x = b.x if name == "w13" else h
                 ours = moelora.fused_moe_lora_gemm(x, w, b.topk_weights, b.topk_ids)
                 call = products.product(x, weights, b.topk_ids, ours.flatten(0, 1))
-                calls.setdefault(id(b), []).append(call)
+                calls[id(b)].append(call)
         return lambda b, rank: [call() for call in calls[id(b)]][-1]
 
     def turn(self, rank, budget_ms):
@@ -156,7 +156,7 @@ def compare(builds, args):
             if time.monotonic() > end:
                 return
             case = {name: getattr(args, name) for name in ("mix", "routing", "part", "ranks")}
-            drawn = [build.ask("draw", tokens=tokens, **case) for build in builds]
+            first = [build.ask("draw", tokens=tokens, **case) for build in builds]
             for rank in args.ranks:
                 turns = {build.name: [] for build in builds}
                 for i in range(args.turns):
@@ -164,7 +164,7 @@ def compare(builds, args):
                         turn = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
                         turns[build.name].append(turn)
                 merged = {name: merge(found) for name, found in turns.items()}
-                digests, kernels = zip(*(each[rank] for each in drawn), strict=True)
+                digests, kernels = zip(*(each[rank] for each in first), strict=True)
                 row = {"model": model, "tokens": tokens, "rank": rank}
                 for field in dict.fromkeys(field for turn in merged.values() for field in turn):
                     row[field] = {name: turn.get(field) for name, turn in merged.items()}
