@@ -99,7 +99,7 @@ class Marlin:
         """Our checkpoint as their weights, padded as vLLM pads them."""
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
-        class Drawn(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
+        class Ours(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
             # Overrides the peer's, which spells it so.
             def quantised(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
                 values, scales = (t[expert] for t in checkpoint[projection])
@@ -117,7 +117,7 @@ class Marlin:
         assert hasattr(self.vq.Weights, "quantised")
         padded = self.vq.pad_dims(scheme, *sizes[1:])
         require(model.format == "mxfp4" or padded == sizes[1:], f"padded to {padded} by vLLM")
-        return Drawn(scheme, *sizes, None, self.layer.device)
+        return Ours(scheme, *sizes, None, self.layer.device)
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
         model, vq, width = self.layer.model, self.vq, self.weights.Hp

@@ -223,7 +223,7 @@ def save_weights(folders, files):
         save_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 
 
-def drawn(make, family, s, vocab):
+def tensor_files(make, family, s, vocab):
     """(name, tensors) of each file of a checkpoint."""
     ends = {"model.embed_tokens.weight": make.normal(vocab, s.hidden, std=1.0)}
     ends["model.norm.weight"] = ones(s.hidden)
@@ -251,7 +251,7 @@ def write(out, family, s, ranks, vocab=VOCAB, change=lambda tensors: tensors, **
     shutil.rmtree(out, ignore_errors=True)
     make, base = Maker(device()), out / "base"
     if change:
-        files = drawn(make, family, s, vocab)
+        files = tensor_files(make, family, s, vocab)
         save_weights([base], ((name, [change(tensors)]) for name, tensors in files))
     save_json(base / "config.json", family.settings(s) | {"vocab_size": vocab} | config)
     save_tokenizer(base, vocab)
