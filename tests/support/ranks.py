@@ -37,13 +37,21 @@ sys.exit(any([os.wait()[1] for _ in ranks]))
 """
 
 
+def say(line: str) -> None:
+    """Print a line by a write of its own that begins with a new line, since buffers of what
+    libraries print end anywhere in a line: other processes then neither split nor begin this one.
+    """
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"\n{line}\n".encode())
+
+
 def work(run: Callable[[str], None], cases: list[str]) -> None:
     """Run the cases in a process that `run_cases` started."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     for case in cases:
         run(case)
-        print(f"rank {distributed.get_rank()}: {case}\n", end="", flush=True)  # in one write
+        say(f"rank {distributed.get_rank()}: {case}")
     distributed.destroy_process_group()
 
 

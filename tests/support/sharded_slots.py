@@ -9,6 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from demo_data import MODEL_DIR
+from ranks import say
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -73,7 +74,7 @@ def main():
         found = gradients(sharded(dtype, param_dtype), rows.chunk(2)[dist.get_rank()])
         alone = gradients(made(dtype), rows)
         far = [((f - w).norm() / w.norm()).item() for f, w in zip(found, alone, strict=True)]
-        print("rank", dist.get_rank(), str(dtype), max(far), flush=True)
+        say(f"rank {dist.get_rank()} {dtype} {max(far)}")
     dist.destroy_process_group()
 
 
