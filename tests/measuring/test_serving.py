@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,14 +23,23 @@ from benchmarks.serving import sglang_adapters  # noqa: E402
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def port():
+    """Of the first server: nobody's, so that processes run these tests side by side."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, port):
     """Runs the benchmark with options, and more engines and workloads: what it wrote, its log."""
     run_main = runner(tmp_path, monkeypatch)
     monkeypatch.setattr(tables.files, "ROOT", tmp_path)
 
     def run(words, code=0, main=serving.main, **more):
         (tmp_path / "more.json").write_text(json.dumps(more))
-        found, written, log = run_main(main, f"--more {tmp_path}/more.json {words}", "serving")
+        words = f"--port {port} --more {tmp_path}/more.json {words}"
+        found, written, log = run_main(main, words, "serving")
         assert found == code, log
         return written, log
 
@@ -73,7 +83,7 @@ def test_each_engine_runs_each_load_alone(run):
     assert "| vllm + moelora | saturation | 4 |" in section("serving_all")
 
 
-def test_servers_of_sglang_started_together_take_turns(run, tmp_path):
+def test_servers_of_sglang_started_together_take_turns(run, tmp_path, port):
     """Requests call an adapter `model:adapter`: under another name SGLang runs the base model."""
     words = "--model micro --layers 1 --ranks 4 --workloads warm_up,decode_64 --at-once"
     both = "--engines 'sglang + moelora,sglang without LoRA'"
@@ -86,8 +96,8 @@ def test_servers_of_sglang_started_together_take_turns(run, tmp_path):
     assert rows(written) == [*found, "sglang + moelora, decode_64, 0"]
     assert "start_s" not in written["cases"][0]
     base = tmp_path / "work/model/base"
-    assert f"http://127.0.0.1:8100 ['{base}:a0-r4', '{base}:a1-r4'" in log
-    assert "http://127.0.0.1:8101 None" in log and "'--x']" in log
+    assert f"http://127.0.0.1:{port} ['{base}:a0-r4', '{base}:a1-r4'" in log
+    assert f"http://127.0.0.1:{port + 1} None" in log and "'--x']" in log
     assert "'--max-loras-per-batch', '5'" in log, "one slot is the base model's"
     assert "['benchmark_adapters', 'moelora'] ['" in log, "plugins"
 
@@ -99,12 +109,13 @@ def test_sglang_reads_adapters_of_a_model_without_weights():
 
 
 def test_servers_on_gpus_of_their_own(run, no_model):
-    """Servers are up together, and are loaded one after the other."""
+    """Servers are up together, and are loaded one after the other, as they answer."""
     names = ("vllm without LoRA", "sglang without LoRA")
     written, log = run(f"--gpus 2,5 --engines '{','.join(names)}' --workloads saturation")
-    assert rows(written) == [f"{name}, saturation, 0" for name in names]
-    ends = [(f"load {name}", "ok") for name in names]
-    assert stages(written) == ends + [(f"serve {name}", "stopped") for name in names]
+    assert sorted(rows(written)) == sorted(f"{name}, saturation, 0" for name in names)
+    *loads, first, second = stages(written)
+    assert sorted(loads) == sorted((f"load {name}", "ok") for name in names)
+    assert [first, second] == [(f"serve {name}", "stopped") for name in names]
     for name, gpu in zip(names, "25", strict=True):
         assert f"==== serve-{name.replace(' ', '-')}\nNone {gpu} [" in log
 
@@ -126,14 +137,14 @@ def terminated(argv):
     return process.wait(60)
 
 
-def test_a_run_that_is_ended_leaves_its_rows_and_no_server(run):
-    words = "--model micro --layers 1 --engines 'vllm without LoRA' --port 8140"
+def test_a_run_that_is_ended_leaves_its_rows_and_no_server(run, port):
+    words = "--model micro --layers 1 --engines 'vllm without LoRA'"
     words += " --workloads decode_64,first_minute"  # of 16 seconds
     written, _ = run(words, 128 + signal.SIGTERM, terminated)
     assert rows(written) == ["vllm without LoRA, decode_64, 0"]
     assert ("serve vllm without LoRA", "stopped") in stages(written)
     running = SimpleNamespace(poll=lambda: None)
-    assert not jobs.is_up("http://127.0.0.1:8140/health", running, until=0)
+    assert not jobs.is_up(f"http://127.0.0.1:{port}/health", running, until=0)
 
 
 def test_a_server_that_somebody_else_started(run):

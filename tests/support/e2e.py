@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import sys
 
 from benchmarks.engines import jobs
@@ -157,7 +158,9 @@ def runner(tmp_path, monkeypatch):
     def run(main, words, name="e2e"):
         out = tmp_path / f"benchmarks/results/h100-{name}.json"
         places = ["--out", str(out), "--work", str(tmp_path / "work")]
+        before = signal.getsignal(signal.SIGTERM)
         code = main([*places, *shlex.split(words)])  # of which the last may take all that follow
+        signal.signal(signal.SIGTERM, before)
         return code, json.loads(out.read_text()), out.with_suffix(".log").read_text()
 
     return run
