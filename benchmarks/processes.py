@@ -42,7 +42,7 @@ def _send(pipe, work, arguments):
     try:
         for answer in work(*arguments):
             pipe.send(answer)
-    except Exception as error:
+    except BaseException as error:
         traceback.print_exc()
         pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
     pipe.send(None)  # the last one

@@ -146,6 +146,11 @@ def kernels_us(call, calls=5):
     return {name: round(us, 1) for name, us in found.items() if us}
 
 
+def rows(args):
+    with started(args.builds, f"{__name__}:Worker", args.device, args.watts) as builds:
+        yield from compare(builds, args)
+
+
 def compare(builds, args):
     """A row for each case and rank, as it is made."""
     end = time.monotonic() + args.deadline_s
@@ -215,8 +220,12 @@ def main(argv=None):
     parser.add_argument("--shape", help="E,top_k,K,I instead of models")
     parser.add_argument("--variants", help="a regular expression of names")
     args = parser.parse_args(argv)
-    if args.watts and (args.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("clocks and watts are a GPU's, and torch finds none")
+    if args.turns < 1:
+        parser.error(f"--turns is {args.turns}, wanted 1 or more")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, and torch finds no GPU")
+    if args.watts and args.device == "cpu":
+        parser.error("--watts: clocks and watts are a GPU's")
     if args.shape:
         args.models = [args.shape]
     if args.part in DELTAS:
@@ -226,6 +235,5 @@ def main(argv=None):
         names = candidates(args.dtype, args.device, *ROLES)
         names = [name for name in names if re.search(args.variants, name)]
         args.builds += [f"{name}={module},MOELORA_FORCE_VARIANT={name}" for name in names]
-    with started(args.builds, "benchmarks.compare.times:Worker", args.device, args.watts) as builds:
-        options.report(compare(builds, args), args.out, shown)
+    options.report(rows(args), args.out, shown)
     return 0

@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import sys
 import time
 from importlib.util import find_spec
 
@@ -95,9 +96,11 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, words, fields, values)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("compare times before=nowhere", "'before=nowhere' is not NAME=MODULE"),
+        ("compare times before=nowhere --device cpu", "'before=nowhere' is not NAME=MODULE"),
         ("compare machine-code a=x b=y --cuobjdump nowhere", "it comes with CUDA's Toolkit"),
-        ("compare times now=. --watts", "clocks and watts are a GPU's, and torch finds none"),
+        ("compare times now=. --watts", "--device is cuda, and torch finds no GPU"),
+        ("compare times now=. --watts --device cpu", "clocks and watts are a GPU's"),
+        ("compare times now=. --turns 0", "--turns is 0, wanted 1 or more"),
         ("churn --topics none", "--topics has ['none']"),
         ("churn --ranks 4", "wanted two --ranks, and at least as many --adapters as --slots"),
         ("qlora_step --engines unsloth", "unsloth needs --peers"),
@@ -147,6 +150,7 @@ def test_machine_code_is_compared_kernel_by_kernel(tmp_path, capsys):
     [
         (str.split, ("a b",), 60.0, "b"),
         (int, ("x",), 60.0, {"error": "ValueError: invalid literal for int() with base 10: 'x'"}),
+        (sys.exit, ("no GPU",), 60.0, {"error": "SystemExit: no GPU"}),
         (os._exit, (3,), 60.0, {"error": "a process ended before its work"}),
         (time.sleep, (60,), 0.4, {"error": "stopped after 0 s"}),
     ],
