@@ -11,7 +11,6 @@ numbers of a rounding; transformers in float32 with merged adapters judges the a
 0.5.23 or later, one GPU and Python 3.11. The result file is written after each stage.
 """
 
-import argparse
 import sys
 
 from benchmarks.engines import jobs
@@ -39,8 +38,7 @@ class Bench(jobs.Bench):
 
 def main(argv=None):
     p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240, ("fp8", "modelopt"))
-    for option in ("--only", "--at-once", "--sequences"):  # of commands of files
-        p.add_argument(option, help=argparse.SUPPRESS)
+    p.add_argument("--only", "--at-once", "--sequences", help=jobs.UNUSED)
     p.add_argument("--port", type=int, default=30211)
     p.add_argument("--alone", action="store_true", help="moelora's server, compared with itself")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")

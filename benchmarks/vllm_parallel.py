@@ -11,11 +11,11 @@ engines share the GPUs, with the references of those that have ended. They captu
 and do not compile the model.
 """
 
-import argparse
 import json
 import sys
 
 from benchmarks import vllm_e2e
+from benchmarks.engines import jobs
 from benchmarks.engines.answers import judge
 
 DATA = "data and expert"
@@ -60,7 +60,7 @@ def main(argv=None):
     p = vllm_e2e.arguments(__doc__)
     p.add_argument("--gpus", type=int, default=2)
     p.add_argument("--at-once", type=int, default=1, help="engines (default: %(default)s)")
-    p.add_argument("--only", choices=("answers",), help=argparse.SUPPRESS)  # of commands of files
+    p.add_argument("--only", choices=("answers",), help=jobs.UNUSED)
     bench = Bench(vllm_e2e.parsed(p, argv))
     if model := bench.model():
         many, held = bench.args.at_once, lambda name: not name.endswith(BITS)

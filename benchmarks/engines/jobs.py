@@ -21,6 +21,8 @@ from moelora.bench import results
 
 REFERENCE = "reference"  # what holds answers against transformers in float32
 CHECK_S = 120  # of an engine that is up
+UNUSED = "changes nothing: in the commands of older result files"
+WORK = "folder of models and logs, emptied before the run (default: %(default)s)"
 
 
 class Job:
@@ -86,9 +88,12 @@ class Stages:
     def __init__(self, args, more=None):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.args, self.work, self.stages = args, args.work.resolve(), []
+        plugin = self.work / "plugin"
+        if self.work.exists() and any(self.work.iterdir()) and not plugin.exists():
+            raise SystemExit(f"--work {self.work} would be emptied, and is not of such a run")
         shutil.rmtree(self.work, ignore_errors=True)
-        write_entry_points(self.work / "plugin", more)
-        path = [str(ROOT), str(self.work / "plugin"), os.environ.get("PYTHONPATH", "")]
+        write_entry_points(plugin, more)
+        path = [str(ROOT), str(plugin), os.environ.get("PYTHONPATH", "")]
         self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def job(self, name, command, seconds, **environment):
@@ -250,7 +255,7 @@ def arguments(doc, work, start_s, formats):
     """Arguments of the benchmarks of engines; `start_s`: seconds that one takes to start."""
     p = argparse.ArgumentParser(description=doc.split("\n")[0])
     p.add_argument("--out", type=pathlib.Path, required=True)
-    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work))
+    p.add_argument("--work", type=pathlib.Path, default=pathlib.Path(work), help=WORK)
     p.add_argument("--budget-s", type=float, default=470, help="no stage lasts longer than this")
     about = "that an engine may take to start"
     p.add_argument("--start-s", type=float, default=start_s, help=about)
@@ -260,7 +265,7 @@ def arguments(doc, work, start_s, formats):
 
 def stem(name):
     """A name in those of files."""
-    return name.replace(" ", "-").replace(",", "")
+    return name.translate(str.maketrans(" /", "-_", ","))
 
 
 def version(package):

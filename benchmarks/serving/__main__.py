@@ -7,7 +7,7 @@ import sys
 import time
 
 from benchmarks import serving
-from benchmarks.engines.jobs import Stages, is_up, show, stem, version
+from benchmarks.engines.jobs import WORK, Stages, is_up, show, stem, version
 from benchmarks.options import numbers, words
 from benchmarks.serving import client, models, sglang_adapters
 from moelora.bench import results
@@ -46,7 +46,7 @@ def parse(argv=None):
     add("--port", type=int, default=8100, help="of the first server (default: %(default)s)")
     add("--start-s", type=float, default=400, help="until a server answers")
     add("--load-s", type=float, default=300, help="of all loads of a server")
-    add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"))
+    add("--work", type=pathlib.Path, default=pathlib.Path("/tmp/moelora-serving"), help=WORK)
     add("--out", type=pathlib.Path, required=True)
     args = p.parse_args(argv)
     try:
@@ -68,6 +68,8 @@ def parse(argv=None):
     for option, rows in known.items():
         if unknown := [name for name in getattr(args, option) if name not in rows]:
             p.error(f"--{option} has {unknown}, known are {', '.join(rows)}")
+    if len(set(map(stem, args.engines))) < len(args.engines):
+        p.error(f"--engines has {args.engines}, of which two would have the same log")
     pool = {name: getattr(args, name) for name in ("max_loras", "max_cpu_loras")}
     args.pool = {name: size for name, size in pool.items() if size is not None}
     if args.url:

@@ -1,14 +1,20 @@
 """`python -m benchmarks.tables`: prints tables, or updates the pages."""
 
-import sys
+import argparse
 
 from benchmarks import ROOT
-from benchmarks.tables import PAGES, PICTURES, filled, section
+from benchmarks.tables import MADE, PAGES, PICTURES, TABLES, filled, section
 from benchmarks.tables.files import path_of, topics
 
 
 def main():
-    if sys.argv[1:] == ["--write"]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a table, as pages name it")
+    parser.add_argument("--write", action="store_true", help="update all pages instead")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name.split()[0] not in {*TABLES, *MADE}]:
+        parser.error(f"no table is called {' or '.join(unknown)}")
+    if args.write:
         for page in PAGES:
             (ROOT / page).write_text(filled((ROOT / page).read_text()))
         from moelora.__main__ import main as moelora
@@ -17,7 +23,7 @@ def main():
             if topic in topics(topic):
                 moelora(["bench", "plot", str(path_of(topic)), "--out", picture, *more])
     else:
-        print("\n\n".join(map(section, sys.argv[1:])))
+        print("\n\n".join(map(section, args.names)))
 
 
 if __name__ == "__main__":

@@ -147,9 +147,13 @@ def test_a_run_that_is_ended_leaves_its_rows_and_no_server(run, port):
     assert not jobs.is_up(f"http://127.0.0.1:{port}/health", running, until=0)
 
 
-def test_a_server_that_somebody_else_started(run):
-    words = "--url http://127.0.0.1:1 --engines mine --served-model law --lora-modules a,b"
-    assert rows(run(f"{words} --workloads saturation")[0]) == ["mine, saturation, 2"]
+def test_a_server_that_somebody_else_started(run, tmp_path):
+    words = "--url http://127.0.0.1:1 --engines my/own --served-model law --lora-modules a,b"
+    assert rows(run(f"{words} --workloads saturation")[0]) == ["my/own, saturation, 2"]
+    (tmp_path / "work/plugin").rename(tmp_path / "work/notes")
+    with pytest.raises(SystemExit, match="would be emptied, and is not of such a run"):
+        run(words)
+    assert (tmp_path / "work/notes").exists()
 
 
 def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path):
@@ -177,6 +181,7 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path):
         ("--model micro --format mxfp4", "micro has no mxfp4"),
         ("--model gpt-oss-20b --format int4", "gpt-oss-20b has only mxfp4"),
         ("--adapters 4 --max-loras 8", "1 <= --max-loras <= --max-cpu-loras"),
+        ("--engines vllm,vllm", "of which two would have the same log"),
         ("--at-once --gpus 0,1", "--at-once has all servers on the same GPUs"),
         ("--workloads none", "--workloads has ['none'], known are first_minute"),
         ("--url http://127.0.0.1:1", "the server's --served-model"),
