@@ -15,13 +15,12 @@ one batch. Rows of the file, of which `differing` elements do not:
 The exit status is 1 if a bit differs, or nothing was compared.
 """
 
-import argparse
 import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -31,6 +30,7 @@ from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from torch import Tensor
 
 import moelora
+from benchmarks.options import parser
 from moelora import _C
 from moelora.bench import results
 from moelora.operators.call import factor_list
@@ -118,12 +118,40 @@ class Pool:
     format: str
     problem: Problem
     operators: dict[str, Operator]
+    rng: random.Random = field(default_factory=partial(random.Random, 0))
+
+    @property
+    def size(self) -> int:
+        return len(self.problem.token_lora_mapping)
 
     def compose(self, index: Tensor) -> Problem:
         """The problem of these tokens, in this order."""
         p = self.problem
         rows = p.rows.unflatten(0, (-1, p.spec.top_k))[index].flatten(0, 1)
         return replace(p, **{name: getattr(p, name)[index] for name in PER_TOKEN}, rows=rows)
+
+    def reference(self) -> dict[str, Tensor]:
+        """Rows of all tokens in one batch."""
+        everyone = torch.arange(self.size, device=self.problem.w13.device)
+        return {name: run(self.problem, everyone) for name, run in self.operators.items()}
+
+    def count(self, want: dict[str, Tensor], compositions: int, until=math.inf) -> dict[str, dict]:
+        """{operator: how many compositions and elements were compared, and how many differ}; the
+        first composition is one token alone, none begins after `until` of time.monotonic()."""
+        device = self.problem.w13.device
+        counts = {name: {"compositions": 0, "elements": 0, "differing": 0} for name in want}
+        for number in range(compositions):
+            if time.monotonic() > until:
+                break
+            drawn = draw(self.rng, self.size, MOST[device.type]) if number else [0]
+            index = torch.tensor(drawn, device=device)
+            p = self.compose(index)
+            for name, run in self.operators.items():
+                y, count = run(p, index), counts[name]
+                count["compositions"] += 1
+                count["elements"] += y.numel()
+                count["differing"] += (bits(y) != bits(want[name][index])).sum()
+        return {name: {n: int(number) for n, number in c.items()} for name, c in counts.items()}
 
 
 def base_product(p: Problem, *columns: int) -> Tensor:
@@ -195,49 +223,6 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()]).flatten(1)
 
 
-@dataclass
-class Count:
-    """Of one operator."""
-
-    compositions: int = 0
-    elements: int = 0
-    differing: Tensor | int = 0
-
-    def add(self, y: Tensor, want: Tensor) -> None:
-        self.compositions += 1
-        self.elements += y.numel()
-        self.differing = self.differing + (bits(y) != bits(want)).sum()
-
-    def row(self) -> dict:
-        return vars(self) | {"differing": int(self.differing)}
-
-
-class Prover:
-    """Runs compositions of one pool, and compares their rows with those of all tokens at once."""
-
-    def __init__(self, pool: Pool, device: str, until: float = math.inf):
-        self.pool, self.device, self.rng = pool, device, random.Random(0)
-        self.until = until  # of time.monotonic(): no composition begins later
-        self.size = len(pool.problem.token_lora_mapping)
-
-    def reference(self) -> dict[str, Tensor]:
-        everyone = torch.arange(self.size, device=self.device)
-        return {n: run(self.pool.problem, everyone) for n, run in self.pool.operators.items()}
-
-    def count(self, want: dict[str, Tensor], compositions: int) -> dict[str, Count]:
-        """Compare rows of so many compositions; the first is one token alone."""
-        counts = {name: Count() for name in want}
-        for number in range(compositions):
-            if time.monotonic() > self.until:
-                break
-            tokens = draw(self.rng, self.size, MOST[self.device]) if number else [0]
-            index = torch.tensor(tokens, device=self.device)
-            p = self.pool.compose(index)
-            for name, run in self.pool.operators.items():
-                counts[name].add(run(p, index), want[name][index])
-        return counts
-
-
 def forced(pool: Pool, device: str) -> list[str]:
     """Variants that plans of this pool may use: of its dtype and format, or of ids. A CPU has one
     set of instructions, and with it one row of each dtype."""
@@ -250,22 +235,21 @@ def forced(pool: Pool, device: str) -> list[str]:
     ]
 
 
-def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator[dict]:
-    """Rows of the file for one pool."""
-    pool, device = prover.pool, prover.device
+def prove(pool: Pool, device: str, compositions: int, again: int, until: float) -> Iterator[dict]:
+    """Rows of the file for one pool, without its name."""
     for path in ("own", "cc80") if device == "cuda" else ("own",):
         try:
             if path == "cc80":
                 _C.limit_capability(80)
                 compositions = compositions // 4 + 1
-            want = prover.reference()
+            want = pool.reference()
             for variant in ("", *forced(pool, device)):
                 _C.force_variant(variant or None)
-                counts = prover.count(want, again if variant else compositions)
+                counts = pool.count(want, again if variant else compositions, until)
                 for operator, count in counts.items():
-                    head = {"pool": name, "operator": operator, "format": pool.format}
-                    if count.compositions:
-                        yield head | {"path": path, "forced": variant} | count.row()
+                    head = {"operator": operator, "format": pool.format}
+                    if count["compositions"]:
+                        yield head | {"path": path, "forced": variant} | count
         finally:
             _C.force_variant(None)
             if path == "cc80":
@@ -276,24 +260,26 @@ def prove(prover: Prover, name: str, compositions: int, again: int) -> Iterator[
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if _C.has_cuda() else "cpu")
-    parser.add_argument("--compositions", default=10000, type=int, help="over all pools")
-    parser.add_argument("--again", default=10, type=int, help="of each pool and forced variant")
-    parser.add_argument("--only", default="", help="pools whose names begin so, commas between")
-    parser.add_argument("--deadline-s", default=math.inf, type=float, help="compose no more then")
-    parser.add_argument("--out", help="result file to write")
-    args = parser.parse_args(argv)
+    p = parser(
+        __doc__,
+        device=("cuda" if _C.has_cuda() else "cpu", "of the kernels"),
+        compositions=(10000, "over all pools"),
+        again=(10, "of each pool and forced variant"),
+        only=("", "pools whose names begin so, commas between"),
+        deadline_s=(math.inf, "compose no more then"),
+    )
+    args = p.parse_args(argv)
     begin = tuple(args.only.split(","))
     wanted = [(name, make) for name, make in pools(args.device) if name.startswith(begin)]
     if not wanted:
-        parser.error(f"--only is {args.only!r}: no pool's name begins so")
+        p.error(f"--only is {args.only!r}: no pool's name begins so")
     started, rows, compositions = time.monotonic(), [], 0
     each = -(-args.compositions // len(wanted))
     for i, (name, make) in enumerate(wanted):
         now = time.monotonic()
         until = now + max(0.0, started + args.deadline_s - now) / (len(wanted) - i)
-        made = list(prove(Prover(make(), args.device, until), name, each, args.again))
+        found = prove(make(), args.device, each, args.again, until)
+        made = [{"pool": name} | row for row in found]
         rows += made
         compositions += max((row["compositions"] for row in made), default=0)
         print(f"{name}: {sum(row['differing'] for row in made)} differing", flush=True)

@@ -11,13 +11,12 @@ def names(device):
     return [name for name, _ in invariance.pools(device)]
 
 
-def prover(name, device):
-    pool = dict(invariance.pools(device))[name]()
-    return pool, invariance.Prover(pool, device)
+def made(name, device):
+    return dict(invariance.pools(device))[name]()
 
 
 def differing(counts):
-    return {name: count.row()["differing"] for name, count in counts.items()}
+    return {name: count["differing"] for name, count in counts.items()}
 
 
 # Large layers take a second or more in each dtype; bfloat16 stands for them in CI.
@@ -35,7 +34,7 @@ LARGE = [f"{shape} {word}" for shape in ("qwen3", "mixtral") for word in ("f16",
     ],
 )
 def test_rows_of_random_compositions(device, name):
-    _, p = prover(name, device)
+    p = made(name, device)
     found = differing(p.count(p.reference(), 6 if device == "cpu" else 30))
     assert found == dict.fromkeys(found, 0)
 
@@ -45,11 +44,11 @@ def test_rows_of_random_compositions(device, name):
 @pytest.mark.parametrize("name", ["layer bf16", "narrow f16", "deep bf16", "vllm bf16"])
 @pytest.mark.parametrize("capability", [0, 80])
 def test_rows_of_every_variant(name, capability):
-    pool, p = prover(name, "cuda")
+    p = made(name, "cuda")
     _C.limit_capability(capability)
     try:
         want = p.reference()
-        for variant in invariance.forced(pool, "cuda"):
+        for variant in invariance.forced(p, "cuda"):
             _C.force_variant(variant)
             found = differing(p.count(want, 4))
             assert found == dict.fromkeys(found, 0), variant
@@ -60,15 +59,15 @@ def test_rows_of_every_variant(name, capability):
 
 def test_a_row_that_depends_on_its_batch_is_counted(monkeypatch, device):
     """By the number of its neighbors: as many elements as the rows of all compositions have."""
-    pool, p = prover("narrow f16", device)
-    alone = pool.operators["layer"]
+    p = made("narrow f16", device)
+    alone = p.operators["layer"]
 
     def crowded(problem, index):
         y = alone(problem, index)
         return y + (index.numel() % 2 == 0)
 
     want = p.reference()
-    monkeypatch.setitem(pool.operators, "layer", crowded)
+    monkeypatch.setitem(p.operators, "layer", crowded)
     found = differing(p.count(want, 12))
     assert found.pop("layer") > 0
     assert not any(found.values())
