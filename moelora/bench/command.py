@@ -16,6 +16,7 @@ turns. Every baseline is compared with float64 before it is timed.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -34,8 +35,7 @@ from moelora.bench import baselines, cases, compare, config, console, formats, p
 from moelora.bench.harness import Bench
 from moelora.bench.layer import Layer
 from moelora.bench.machine import processor
-from moelora.bench.progress import CaseProgress
-from moelora.bench.results import Case, baseline_name, shown
+from moelora.bench.results import Case, CaseProgress, baseline_name, shown
 from moelora.bench.timing import GraphTimer, TurnTimer
 
 # Default cases. On a CPU, layers are cut to fit 12 GB of memory.
@@ -192,11 +192,10 @@ def _settle_layers(args: argparse.Namespace) -> None:
     models += [shapes.custom(text) for text in args.shape]
     if not models:
         raise ValueError("--models and --shape name no layer")
-    args.models = []
-    for key, model in models:
-        model = model.shard(args.tp)
-        wanted = format or model.format
-        args.models.append((key, model.quantized(wanted) if wanted else model))
+    args.models = [
+        (key, model.shard(args.tp).quantized(format if given else model.format))
+        for key, model in models
+    ]
     if any(model.format for _, model in args.models):
         args.dtypes = args.dtypes or "bf16"
         if "fp32" in args.dtypes:
@@ -349,24 +348,22 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         show_lists(where)
         return 0
-    try:
-        settle(args)
-        if args.variant:
-            _C.force_variant(args.variant)
-        if args.max_cc:
-            _C.limit_capability(args.max_cc)
-    except ValueError as error:
-        print(f"moelora bench: {error}", file=sys.stderr)
-        return 2
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            settle(args)
+            if args.variant:
+                _C.force_variant(args.variant)
+                stack.callback(_C.force_variant, None)
+            if args.max_cc:
+                _C.limit_capability(args.max_cc)
+                usual = int(os.environ.get("MOELORA_MAX_CC") or 0)
+                stack.callback(_C.limit_capability, usual)
+        except ValueError as error:
+            print(f"moelora bench: {error}", file=sys.stderr)
+            return 2
         rows, remarks = measure(args, where)
         if rows:
             where.print(table_of(rows))
         for line in remarks:
             where.print(line, highlight=False)
-    finally:
-        if args.variant:
-            _C.force_variant(None)
-        if args.max_cc:
-            _C.limit_capability(int(os.environ.get("MOELORA_MAX_CC") or 0))
     return 0

@@ -47,7 +47,7 @@ def read(text: str, format: str | None = None) -> tuple[str, Model]:
         raise ValueError(f"{path} chooses {model.top_k} of {model.experts} experts")
     if format is None:
         format = format_of(path, levels)
-    return model.name, model.quantized(format) if format in FORMATS else model
+    return model.name, model.quantized(format if format in FORMATS else None)
 
 
 def name_of(config: Mapping[str, Any], path: Path) -> str:

@@ -1,31 +1,26 @@
 """One case: draw batches, check every baseline against float64, time them in turn, write rows."""
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from moelora import _C
 from moelora.bench import cases
-from moelora.bench.baselines import Skipped, TooSlow
+from moelora.bench.baselines import Baseline, Skipped, TooSlow
+from moelora.bench.cases import Batch
 from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
+from moelora.bench.machine import Peaks
+from moelora.bench.results import Case
+from moelora.bench.shapes import Model
+from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
 from moelora.reference import activate
 from moelora.reference.fp8 import is_w8a8, rule_of
-
-if TYPE_CHECKING:
-    from moelora.bench.baselines import Baseline
-    from moelora.bench.cases import Batch
-    from moelora.bench.machine import Peaks
-    from moelora.bench.results import Case
-    from moelora.bench.shapes import Model
-    from moelora.bench.timing import GraphTimer, Key, Runs, Times, TurnTimer
 
 Value = TypeVar("Value")
 

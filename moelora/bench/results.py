@@ -7,9 +7,11 @@ import pathlib
 import shlex
 import subprocess
 import sys
+import time
 from typing import Any, TypeAlias
 
 import torch
+from rich.console import Console
 
 from moelora import _C
 
@@ -104,3 +106,24 @@ def baseline_name(field: str) -> str:
 def shown(us: float) -> str:
     """Microseconds as every table, line and picture has them."""
     return f"{us:,.{0 if us >= 100 else 1}f}"
+
+
+class CaseProgress:
+    """Counts cases. Each result is printed as soon as it is there, and written through to the file,
+    after the number of its case and the seconds since the start.
+    """
+
+    def __init__(self, console: Console, total: int):
+        self.console, self.total = console, total
+        self.finished, self.started = 0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def end(self, *lines: str) -> None:
+        """Print the results of a case and count it."""
+        self.finished += 1
+        for line in lines:
+            line = f"[{self.finished}/{self.total}, {self.seconds:.0f} s] {line}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -33,8 +33,10 @@ class Model:
             return None
         return "interleaved" if self.activation == "swigluoai" else "concatenated"
 
-    def quantized(self, format: str) -> "Model":
-        """The same layer with weights of one of FORMATS."""
+    def quantized(self, format: str | None) -> "Model":
+        """The same layer with weights of one of FORMATS; None: of the activations' dtype."""
+        if format is None:
+            return replace(self, format=None)
         if format not in FORMATS:
             raise ValueError(f"no format is called {format!r}; there are {', '.join(FORMATS)}")
         multiple = FORMATS[format].multiple
@@ -94,7 +96,7 @@ def find(text: str) -> tuple[str, Model]:
         raise ValueError(f"no model is called {key!r}; there are {', '.join(MODELS)}")
     model = MODELS[key]
     model = model.cut(_whole(experts, text)) if experts else model
-    return key, model.quantized(format) if format else model
+    return key, model.quantized(format or None)
 
 
 def name_of(key: str, experts: int | None) -> str:

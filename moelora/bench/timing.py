@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from moelora.bench.cases import Batch
+from moelora.bench.layer import Layer
 from moelora.bench.machine import CpuYardsticks, Peaks, elapsed_ms, gpu_peaks
-
-if TYPE_CHECKING:
-    from moelora.bench.cases import Batch
-    from moelora.bench.layer import Layer
 
 COLD_BYTES = 192e6  # three times the L2 of an H200
 

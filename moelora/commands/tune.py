@@ -32,7 +32,7 @@ from moelora.bench.baselines.ours import Ours
 from moelora.bench.cases import Batch
 from moelora.bench.harness import draw_batches, reference_rows, relative_error, tolerance_of
 from moelora.bench.layer import Layer
-from moelora.bench.progress import CaseProgress
+from moelora.bench.results import CaseProgress
 from moelora.bench.timing import GraphTimer, Key, Run, Times, TurnTimer, on
 from moelora.operators import tuned
 

@@ -115,17 +115,27 @@ def test_a_deadline_ends_the_run_between_cases(bench, capsys):
     assert "deadline: 1 of 6 cases done" in capsys.readouterr().out
 
 
-def test_quick_measures_one_layer_of_few_tokens_unless_others_are_named():
-    def settled(words):
-        parser = argparse.ArgumentParser()
-        command.add_options(parser)
-        args = command.settle(parser.parse_args(["--device", "cpu", "--quick", *words.split()]))
-        ((key, model),) = args.models
-        return key, model.experts, args.tokens, args.dtypes, args.baselines, args.deadline_s
-
-    assert settled("") == ("qwen3", 16, [1, 64], ["bf16"], ["loop", "transformers"], 60)
-    others = settled(f"--shape {SHAPE} --tokens 7 --deadline-s 5 --baselines none")
-    assert others == ("4x2x72x40", 4, [7], ["bf16"], [], 5)
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", ("qwen3", 16, None, [1, 64], ["bf16"], ["loop", "transformers"], 60)),
+        (
+            f"--shape {SHAPE} --tokens 7 --deadline-s 5 --baselines none",
+            ("4x2x72x40", 4, None, [7], ["bf16"], [], 5),
+        ),
+        (
+            "--models qwen3@int4 --format bf16 --baselines loop",  # of all weights
+            ("qwen3", 128, None, [1, 64], ["bf16"], ["loop"], 60),
+        ),
+    ],
+)
+def test_quick_measures_one_layer_of_few_tokens_unless_others_are_named(words, wanted):
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    args = command.settle(parser.parse_args(["--device", "cpu", "--quick", *words.split()]))
+    ((key, model),) = args.models
+    case = key, model.experts, model.format, args.tokens, args.dtypes
+    assert (*case, args.baselines, args.deadline_s) == wanted
 
 
 @needs_checkout

@@ -4,20 +4,16 @@ support it; `runs(batches)` returns {(who, rank): Run}, where rank 0 is the laye
 To add one, write such a class and name it in BASELINES, with its module if it is elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from moelora.bench import cases
 from moelora.bench.layer import Layer
-
-if TYPE_CHECKING:
-    from moelora.bench.timing import Runs
+from moelora.bench.timing import Runs
 
 
 class Skipped(Exception):
