@@ -26,17 +26,13 @@ RANK, LR = 16, 1e-3
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def made(args):
-    return qwen3_moe(engine_model.PRESETS[args.preset], args.layers, engine_model.device())
-
-
 class Ours:
     """The service, whose calls all wait before it runs them."""
 
-    def __init__(self, args, clients, slots):
+    def __init__(self, model, clients, slots):
         from training_service import Service
 
-        self.service = Service(made(args), slots=slots, max_rank=RANK, thread=False)
+        self.service = Service(model, slots=slots, max_rank=RANK, thread=False)
         self.at_once = slots
         self.call("_create", {n: {"rank": RANK, "alpha": None, "seed": n} for n in range(clients)})
 
@@ -60,11 +56,11 @@ class Ours:
 class Peft:
     """One adapter, and what each client's has in host memory."""
 
-    def __init__(self, args, clients):
+    def __init__(self, model, clients):
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_parameters=STACKS)
-        self.model = get_peft_model(made(args), config)
+        self.model = get_peft_model(model, config)
         factors = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(factors, lr=LR, weight_decay=0.0)
         new = [p.detach().cpu().clone() for p in factors]
@@ -100,8 +96,9 @@ def measured(mode, clients, args):
     """A case: ms of a round, the median without the first; losses of the first and the last."""
     draws = torch.Generator().manual_seed(0)
     rows = torch.randint(3, engine_model.VOCAB, (clients, args.tokens), generator=draws).tolist()
+    model = qwen3_moe(engine_model.PRESETS[args.preset], args.layers, engine_model.device())
     slots = clients if mode == "mixed" else 1
-    one = Peft(args, clients) if mode == "peft" else Ours(args, clients, slots)
+    one = Peft(model, clients) if mode == "peft" else Ours(model, clients, slots)
     rounds = [timed(lambda: one.round(rows)) for _ in range(args.rounds + 1)]
     seconds, losses = zip(*rounds, strict=True)
     row = {"topic": "service", "mode": mode, "clients": clients, "tokens": args.tokens}

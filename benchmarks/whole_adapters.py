@@ -18,7 +18,6 @@ times.
 
 import contextlib
 import statistics
-from functools import partial
 
 import torch
 import transformers
@@ -45,23 +44,19 @@ def load(model, parts, rank):
     for seed, name in enumerate(ADAPTERS):
         state, config = factors(pool, rank, seed)
         pool.add(name, state, config=config)
-    return pool
 
 
 class Steps:
     """Decode steps of one model and batch over a static cache that begins behind a prompt."""
 
     def __init__(self, model, rows, prompt, steps):
-        self.model, self.steps, self.prompt = model, steps, prompt
+        self.model, self.prompt = model, prompt
         self.cache = transformers.StaticCache(config=model.config, max_cache_len=prompt + 4 * steps)
         generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(2, 4096, (rows, prompt), generator=generator).to(model.device)
+        ids = torch.randint(2, 4096, (rows, prompt), generator=generator).to(model.device)
         self.position = torch.full((rows, 1), prompt, device=model.device)
-        self.token = self.ids[:, :1].clone()
-
-    def prefill(self):
-        self.cache.reset()
-        return self.model(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token = ids[:, :1].clone()
+        model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def rewind(self):
         """Back to the end of the prompt, for the next round of steps."""
@@ -74,28 +69,24 @@ class Steps:
             self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
         ).logits
 
-    def repeat(self, call):
-        for _ in range(self.steps):
-            call()
 
-
-def modes(steps, runs, device):
+def modes(args, model):
     """{mode: microseconds of a step for each run, or why it cannot be}; the first run warms up."""
-    steps.prefill()
+    steps = Steps(model, args.rows, args.prompt, args.steps)
     calls, found = {"eager": steps.step}, {"eager": []}
-    if device == "cuda":
+    if args.device == "cuda":
         steps.rewind()
         try:
             calls, found["graph"] = {"graph": capture(steps.step).replay} | calls, []
         except RuntimeError as error:  # it synchronizes with the host
             torch.cuda.synchronize()
             found["graph"] = str(error).splitlines()[0]
-    for run in range(runs + 1):
+    for run in range(args.runs + 1):
         for mode, call in calls.items():
             steps.rewind()
-            seconds, _ = timed(partial(steps.repeat, call))
+            seconds, _ = timed(lambda call=call: [call() for _ in range(args.steps)])
             if run:
-                found[mode].append(1e6 * seconds / steps.steps)
+                found[mode].append(1e6 * seconds / args.steps)
     return found
 
 
@@ -134,8 +125,7 @@ def cases(args):
             if what in PARTS:
                 names = [ADAPTERS[i % len(ADAPTERS)] for i in range(args.rows)]
                 stack.enter_context(mt.use_adapters(model, names))
-            steps = Steps(model, args.rows, args.prompt, args.steps)
-            found = modes(steps, args.runs, args.device)
+            found = modes(args, model)
         for mode, us in found.items():
             case = {"what": what, "mode": mode, "rows": args.rows}
             if isinstance(us, str):
@@ -145,7 +135,6 @@ def cases(args):
             ratio = round(median / base.setdefault(mode, median), 3)
             case |= {"us": round(median, 1), "low": round(min(us), 1), "high": round(max(us), 1)}
             yield case | {"runs": len(us), "ratio": ratio}
-        del steps
         free()
 
 
