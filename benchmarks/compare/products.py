@@ -32,16 +32,13 @@ def product(x, weights, ids, reference):
     padded = (counts + tile - 1) // tile * tile
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     at = torch.arange(len(flat), device=x.device) + shift[flat[order]]
-    rows, (data, row_scales) = int(padded.sum()), quantized(x)
-    source = order // (len(flat) // len(x))
-    a = data.new_zeros((rows, x.size(1)), dtype=torch.uint8)
-    a[at] = data.view(torch.uint8)[source]
-    a_scales = row_scales.new_zeros((rows, row_scales.size(1)))
-    a_scales[at] = row_scales[source]
-    groups = ids.new_full((rows,), -1)
+    spread = x.new_zeros((int(padded.sum()), x.size(1)))
+    spread[at] = x[order // (len(flat) // len(x))]
+    groups = ids.new_full((len(spread),), -1)
     groups[at] = flat[order].to(groups.dtype)
-    out = x.new_empty((rows, values.size(1)))
-    left = a.view(data.dtype), deep_gemm.get_mn_major_tma_aligned_tensor(a_scales)
+    out = x.new_empty((len(spread), values.size(1)))
+    data, row_scales = quantized(spread)
+    left = data, deep_gemm.get_mn_major_tma_aligned_tensor(row_scales)
 
     def call():
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, (values, scales), out, groups)
