@@ -80,14 +80,11 @@ RATIOS = {"ratio", "share", "share_base", "max_err_ratio", "mean", "median", "mo
 RATIOS |= {"ttft_ms_ratio", "tok_s_ratio"}
 
 
-def known_models():
-    """{key: (name, number of experts)} of moelora.bench.shapes.MODELS, read from its source."""
-    source = (ROOT / "moelora/bench/shapes.py").read_text()
-    found = re.findall(r'"([\w.-]+)": Model\("([^"]+)", (\d+),', source)
-    return {key: (name, int(experts)) for key, name, experts in found}
-
-
-MODELS = known_models()
+SHAPES = (ROOT / "moelora/bench/shapes.py").read_text()
+MODELS = {  # {key: (name, number of experts)} of moelora.bench.shapes, read from its source
+    key: (name, int(experts))
+    for key, name, experts in re.findall(r'"([\w.-]+)": Model\("([^"]+)", (\d+),', SHAPES)
+}
 
 
 def model_name(row):
