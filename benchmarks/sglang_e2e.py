@@ -38,7 +38,8 @@ class Bench(jobs.Bench):
 
 def main(argv=None):
     p = jobs.arguments(__doc__, "/tmp/moelora-sglang", 240, ("fp8", "modelopt"))
-    p.add_argument("--only", "--at-once", "--sequences", help=jobs.UNUSED)
+    p.add_argument("--only", choices=("answers",), help=jobs.UNUSED)
+    p.add_argument("--at-once", "--sequences", help=jobs.UNUSED)
     p.add_argument("--port", type=int, default=30211)
     p.add_argument("--alone", action="store_true", help="moelora's server, compared with itself")
     p.add_argument("--checked", choices=CHECKED, default="sglang, v2", help="whose answers")

@@ -19,7 +19,6 @@ sampler     a trainer (`engines/trainer.py`: transformers with moelora, and tena
             usual pair, a trainer in bfloat16 and vLLM's own engine
 """
 
-import importlib.util
 import sys
 
 from benchmarks.engines import jobs
@@ -74,13 +73,6 @@ class Bench(jobs.Bench):
                 self.checks.append(row | gap | {"ok": True})
 
 
-def parsed(p, argv):
-    args = p.parse_args(argv)
-    if not importlib.util.find_spec("vllm"):
-        p.error("vLLM is not installed here")
-    return args
-
-
 def arguments(doc):
     return jobs.arguments(doc, "/tmp/moelora-e2e", 180, FORMATS)
 
@@ -88,7 +80,7 @@ def arguments(doc):
 def main(argv=None):
     p = arguments(__doc__)
     p.add_argument("--only", choices=("answers", "invariance", "sampler"), default="answers")
-    bench = Bench(parsed(p, argv), "moelora", "vllm")
+    bench = Bench(p.parse_args(argv), "moelora", "vllm")
     getattr(bench, bench.args.only)()
     return bench.report()
 

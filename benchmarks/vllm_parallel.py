@@ -61,7 +61,7 @@ def main(argv=None):
     p.add_argument("--gpus", type=int, default=2)
     p.add_argument("--at-once", type=int, default=1, help="engines (default: %(default)s)")
     p.add_argument("--only", choices=("answers",), help=jobs.UNUSED)
-    bench = Bench(vllm_e2e.parsed(p, argv))
+    bench = Bench(p.parse_args(argv))
     if model := bench.model():
         many, held = bench.args.at_once, lambda name: not name.endswith(BITS)
         bench.run(engines(bench.args.gpus, many), model, many, held)

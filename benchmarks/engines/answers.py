@@ -12,7 +12,10 @@ exceed it, so many steps of each row may differ by a wider gap as by_chance() al
 two of 36, three of 83.
 """
 
+import json
 import math
+import pathlib
+import random
 import statistics
 
 TIE = 0.3  # minimum threshold of a near-tie: kernels, and thus rounding, differ with batch size
@@ -24,12 +27,25 @@ CHECK = (6, 16)  # prompts for each adapter, new tokens
 WORSE = 1.25  # maximum ratio of moelora's median distance to the baseline's
 
 
-def check(engine):
-    """Replies of the base model and of each adapter alone, and of all of them in one batch.
+class Engine:
+    """One that serves a folder of `engine_model`, with the prompts of `check`.
 
-    An engine has `adapters`, their `names`, `prompts(lengths)` and `replies(prompts, adapters,
-    new)`: greedy tokens of each prompt; an adapter of None is the base model.
+    A subclass has `replies(prompts, adapters, new)`: greedy tokens of each prompt; an adapter is
+    one of `adapters`, in the order of `names`, or None, the base model.
     """
+
+    def __init__(self, folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self.base, self.folders = manifest["base"], [*map(pathlib.Path, manifest["adapters"])]
+        self.names = self.adapters = [f.name for f in self.folders]
+        self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
+
+    def prompts(self, lengths):
+        return [self.random.choices(self.vocab, k=n) for n in lengths]
+
+
+def check(engine):
+    """Replies of the base model and of each adapter alone, and of all of them in one batch."""
     count, new = CHECK
     prompts = engine.prompts(24 + 13 * i for i in range(count))
     who = [None, *engine.adapters]

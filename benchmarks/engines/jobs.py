@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -105,8 +106,12 @@ class Stages:
         return job is not None and self.stages[-1]["end"] == "ok"
 
     def save(self, rows, **meta):
+        """Write the result file, and beside it the first and the last lines of every job's log."""
         results.write(self.args.out, rows, stages=self.stages, **meta)
-        write_logs(self.work, self.args.out.with_suffix(".log"))
+        with open(self.args.out.with_suffix(".log"), "w") as log:
+            for path in sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime):
+                lines = [line[:2000] for line in path.read_text(errors="replace").splitlines()]
+                log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
 
 
 class Bench(Stages):
@@ -125,6 +130,8 @@ class Bench(Stages):
     meta = {}
 
     def __init__(self, args, *pair):
+        if not importlib.util.find_spec(self.package):
+            raise SystemExit(f"{self.package} is not installed here")
         super().__init__(args)
         self.pair, self.start = pair, time.monotonic()
         self.runs, self.checks, self.said = {}, [], {}
@@ -288,14 +295,6 @@ def is_up(url, server, until=float("inf")):
                 return False
             time.sleep(0.2)
     return False
-
-
-def write_logs(folder, out):
-    """The first and the last lines of every job's log, the oldest first."""
-    with open(out, "w") as log:
-        for path in sorted(folder.glob("*.log"), key=lambda p: p.stat().st_mtime):
-            lines = [line[:2000] for line in path.read_text(errors="replace").splitlines()]
-            log.write("\n".join([f"==== {path.stem}", *lines[:3], *lines[3:][-60:], ""]))
 
 
 def write_entry_points(folder, more=None):

@@ -9,12 +9,11 @@ Started by `benchmarks.sglang_e2e`; whether moelora serves the layers is decided
 import argparse
 import json
 import pathlib
-import random
 import subprocess
 import sys
 import urllib.request
 
-from benchmarks.engines.answers import check
+from benchmarks.engines import answers
 from benchmarks.engines.jobs import is_up
 
 # Servers share a GPU with others, and are given tokens.
@@ -22,16 +21,12 @@ COMMON = ("--skip-tokenizer-init", "--max-total-tokens", "65536")
 LORA = ("--enable-lora", "--lora-backend", "triton_v2", "--moe-runner-backend")
 
 
-class Engine:
-    """A server's adapters, as `answers.check` asks for them."""
+class Engine(answers.Engine):
+    """A server on a port of this machine."""
 
-    def __init__(self, manifest, port):
-        self.url, self.vocab = f"http://127.0.0.1:{port}", range(3, manifest["vocab"])
-        self.names = self.adapters = [pathlib.Path(f).name for f in manifest["adapters"]]
-        self.random = random.Random(1)
-
-    def prompts(self, lengths):
-        return [self.random.choices(self.vocab, k=n) for n in lengths]
+    def __init__(self, folder, port):
+        super().__init__(folder)
+        self.url = f"http://127.0.0.1:{port}"
 
     def replies(self, prompts, adapters, new):
         sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": new}
@@ -60,15 +55,15 @@ def main(argv=None):
     p.add_argument("--runner", default="lora_triton", help="SGLang's --moe-runner-backend")
     p.add_argument("--port", type=int, default=30211)
     args = p.parse_args(argv)
-    manifest = json.loads((args.model / "manifest.json").read_text())
-    folders = [f"{pathlib.Path(f).name}={f}" for f in manifest["adapters"]]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", manifest["base"]]
+    engine = Engine(args.model, args.port)
+    folders = [f"{folder.name}={folder}" for folder in engine.folders]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", engine.base]
     command += ["--port", str(args.port), *COMMON, *LORA, args.runner]
     command += ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *folders]
-    server, engine = subprocess.Popen(command), Engine(manifest, args.port)
+    server = subprocess.Popen(command)
     if not is_up(f"{engine.url}/health", server):
         return "the server has ended"
-    args.out.write_text(json.dumps({"check": check(engine)}))
+    args.out.write_text(json.dumps({"check": answers.check(engine)}))
     server.kill()
     server.wait()
 

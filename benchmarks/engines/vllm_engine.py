@@ -14,10 +14,9 @@ import argparse
 import json
 import os
 import pathlib
-import random
 import sys
 
-from benchmarks.engines.answers import check
+from benchmarks.engines import answers
 from benchmarks.engines.vllm_bits import bits
 from benchmarks.engines.vllm_ranks import RANK, Ranks, start
 from benchmarks.engines.vllm_rows import rows
@@ -34,34 +33,29 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-class Engine:
-    """Of a folder with a manifest."""
+class Engine(answers.Engine):
+    """vLLM's, in this process."""
 
     def __init__(self, args):
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        manifest = json.loads((args.model / "manifest.json").read_text())
-        folders = [pathlib.Path(f) for f in manifest["adapters"]]
-        ranks = [int(f.name.rpartition("-r")[2]) for f in folders]
+        super().__init__(args.model)
+        slots, ranks = len(self.names), [int(name.rpartition("-r")[2]) for name in self.names]
         options = {"dtype": "bfloat16", "load_format": "safetensors", "skip_tokenizer_init": True}
         options |= {"max_model_len": 4096, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
         options |= {"seed": 0, "enable_prefix_caching": False, "disable_custom_all_reduce": True}
-        options |= {"enable_lora": True, "max_lora_rank": max(ranks), "max_loras": len(folders)}
-        options |= {"max_cpu_loras": len(folders), "gpu_memory_utilization": 0.6} | args.llm
+        options |= {"enable_lora": True, "max_lora_rank": max(ranks), "max_loras": slots}
+        options |= {"max_cpu_loras": slots, "gpu_memory_utilization": 0.6} | args.llm
         if args.bits or args.rows:  # hooks see no replays of graphs
             options["enforce_eager"] = True
-        self.llm = LLM(model=manifest["base"], **options)
+        self.llm = LLM(model=self.base, **options)
         self.ranks = Ranks()
-        self.vocab, self.random = range(3, manifest["vocab"]), random.Random(1)
-        self.names = [f.name for f in folders]
-        self.adapters = [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
+        numbered = enumerate(self.folders, 1)
+        self.adapters = [LoRARequest(f.name, i, str(f)) for i, f in numbered]
         if self.ranks.size > 1:
             for adapter in self.adapters[:: -1 if self.ranks.rank % 2 else 1]:
                 self.llm.llm_engine.add_lora(adapter)
-
-    def prompts(self, lengths):
-        return [self.random.choices(self.vocab, k=n) for n in lengths]
 
     def run(self, prompts, adapters, **sampling):
         from vllm import SamplingParams
@@ -129,7 +123,7 @@ def main():
 
     ask, gather = engine.llm.collective_rpc, engine.ranks.gather
     save(layers=gather(ask(moe_layers)), slots=gather(ask(adapter_slots)))
-    save(check=check(engine))
+    save(check=answers.check(engine))
     if args.bits:
         save(bits=bits(engine))
     if args.rows:
