@@ -12,9 +12,11 @@ import hashlib
 import itertools
 import pickle
 from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.engines.answers import CHECK
 
@@ -25,30 +27,6 @@ def digests(t: Tensor) -> list[bytes]:
     """Of each row."""
     rows = t.detach().reshape(-1, t.shape[-1]).cpu().contiguous().view(torch.uint8)
     return [hashlib.sha1(row).digest() for row in rows.numpy()]
-
-
-class Rows:
-    """Digests of rows: [(phase, (layer, hidden state, router logits), output)]."""
-
-    def __init__(self):
-        self.phase = ""
-        self.seen: list[tuple] = []
-
-    def attach(self, model: nn.Module) -> int:
-        """The layers that are watched from now on."""
-        layers = [(n, m) for n, m in model.named_modules() if n.endswith(LAYERS)]
-        for name, module in layers:
-            module.register_forward_hook(self.hook(name), with_kwargs=True)
-        return len(layers)
-
-    def hook(self, name: str):
-        def record(module, args, kwargs, out):
-            x, logits = (*args, *kwargs.values())[:2]
-            out = out[-1] if isinstance(out, tuple) else out
-            for *inputs, output in zip(digests(x), digests(logits), digests(out), strict=True):
-                self.seen.append((self.phase, (name, *inputs), output))
-
-        return record
 
 
 def compare(rows: list[tuple], one: str, other: str) -> dict[str, int]:
@@ -71,7 +49,9 @@ def compare(rows: list[tuple], one: str, other: str) -> dict[str, int]:
 
 
 def attach(worker) -> int:
-    worker.rows = rows = Rows()
+    """Watch the MoE layers of a worker's model: how many there are. `worker.rows.seen` gets (phase,
+    (layer, hidden state, router logits), output) of each row, digests but for phase and layer."""
+    worker.rows = rows = SimpleNamespace(phase="", seen=[])
     run_dummy = worker.execute_dummy_batch
 
     def unseen():
@@ -81,8 +61,17 @@ def attach(worker) -> int:
         finally:
             rows.phase = phase
 
+    def record(name, module, args, kwargs, out):
+        x, logits = (*args, *kwargs.values())[:2]
+        out = out[-1] if isinstance(out, tuple) else out
+        for *inputs, output in zip(digests(x), digests(logits), digests(out), strict=True):
+            rows.seen.append((rows.phase, (name, *inputs), output))
+
     worker.execute_dummy_batch = unseen
-    return rows.attach(worker.get_model())
+    layers = [(n, m) for n, m in worker.get_model().named_modules() if n.endswith(LAYERS)]
+    for name, module in layers:
+        module.register_forward_hook(partial(record, name), with_kwargs=True)
+    return len(layers)
 
 
 def enter(worker, phase: str) -> None:

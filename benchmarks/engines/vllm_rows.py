@@ -18,11 +18,6 @@ class Calls:
         self.slots: dict[int, int] = {}  # of the engine's pool
         self.calls: list[dict] = []
 
-    def install(self) -> None:
-        from moelora.integrations.vllm import experts
-
-        experts.fused_experts_lora = self.recording(experts.fused_experts_lora)
-
     def recording(self, operator):
         def recorded(x, w13, w2, weights, ids, *, out, **options):
             given = x.clone()  # vLLM may let `out` share memory with it
@@ -52,8 +47,10 @@ class Calls:
 
 def rows(engine, path, tokens: int = 280, new: int = 8) -> dict[str, int]:
     """Writes the calls of a batch with two requests of each adapter and of the base model."""
+    from moelora.integrations.vllm import experts
+
     calls = Calls()
-    calls.install()
+    experts.fused_experts_lora = calls.recording(experts.fused_experts_lora)
     for i, adapter in enumerate(engine.adapters):
         calls.phase = i
         engine.generate(engine.prompts([8]), [adapter], 1)
