@@ -26,7 +26,11 @@ def apart(work, arguments, seconds=86400.0, preload=()):
         while running:
             ready = connection.wait(running, max(0.0, until - time.monotonic()))
             for pipe in ready or [None]:
-                if (answer := _receive(pipe, seconds)) is None:
+                try:
+                    answer = pipe.recv() if pipe else {"error": f"stopped after {seconds:.0f} s"}
+                except EOFError:
+                    answer = {"error": "a process ended before its work"}
+                if answer is None:  # the pipe's last
                     running.remove(pipe)
                     continue
                 yield answer
@@ -46,11 +50,3 @@ def _send(pipe, work, arguments):
         traceback.print_exc()
         pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
     pipe.send(None)  # the last one
-
-
-def _receive(pipe, seconds):
-    """An answer of a pipe; None for the pipe if no process had one in time."""
-    try:
-        return pipe.recv() if pipe else {"error": f"stopped after {seconds:.0f} s"}
-    except EOFError:
-        return {"error": "a process ended before its work"}

@@ -49,14 +49,6 @@ class Kernel:
         return collections.Counter(REGISTER.sub(r"\1", line) for line in self.shape)
 
 
-def demangle(names):
-    """Names without namespaces and parameters: those are not what a kernel is called by."""
-    run = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
-    run.check_returncode()
-    names = run.stdout.replace("(anonymous namespace)::", "").splitlines()
-    return [CASTS.sub(r"\1", PARAMETERS.sub("", name)) for name in names]
-
-
 def read_kernels(path, tool, arch):
     """Every kernel of a file, its machine code as nvdisasm prints it."""
     command = [tool, "-sass", *(["-arch", arch] if arch else []), path]
@@ -73,7 +65,10 @@ def read_kernels(path, tool, arch):
                 lines.append(re.sub(r"\s+", " ", match[1]))
     if process.returncode or not kernels:
         raise SystemExit(f"{path}: {' '.join(command)} finds no kernels")
-    names = demangle([name for _, name, _ in kernels])
+    names = "\n".join(name for _, name, _ in kernels)
+    run = subprocess.run(["c++filt"], input=names, capture_output=True, text=True, check=True)
+    names = run.stdout.replace("(anonymous namespace)::", "").splitlines()
+    names = [CASTS.sub(r"\1", PARAMETERS.sub("", name)) for name in names]  # without parameters
     return [Kernel(a, name, code) for (a, _, code), name in zip(kernels, names, strict=True)]
 
 

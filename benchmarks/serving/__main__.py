@@ -16,6 +16,8 @@ HERE = pathlib.Path(__file__).parent
 ENGINES, GROUPS = (
     json.loads((HERE / f"{name}.json").read_text()) for name in ("engines", "workloads")
 )
+# Empty folders, so that a server whose start is timed compiles as on a fresh machine.
+CACHES = "VLLM_CACHE_ROOT TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR SGLANG_JIT_CACHE_DIR".split()
 # Rows without adapters of an engine that has them: what LoRA costs who does not use it.
 WITHOUT_ADAPTERS = ("prefill", "decode_1", "decode_64")
 
@@ -144,7 +146,9 @@ class Bench(Stages):
         command = [*engine["command"], *engine.get("lora", [])]
         command += engine["host"] if "max_cpu_loras" in pool else []
         command = filled([*command, *self.args.server_args])
-        environment = {} if self.args.at_once else self.caches(name)
+        environment, folder = {}, self.work / "caches" / stem(name)
+        for cache in () if self.args.at_once else CACHES:
+            environment[cache] = str(folder / cache.lower())
         environment |= {"CUDA_VISIBLE_DEVICES": self.args.gpus[i]} if self.args.gpus else {}
         environment |= {k: filled([v])[0] for k, v in engine.get("environment", {}).items()}
         seconds = self.args.start_s + self.args.load_s * together
@@ -196,12 +200,6 @@ class Bench(Stages):
                 engine = {"engine": target["name"], "lora_enabled": bool(target["adapters"])}
                 row = {"topic": "serving"} | engine | target["fields"] | json.loads(line)
                 self.rows.append(row)
-
-    def caches(self, name):
-        """Empty folders, so that a server whose start is timed compiles as on a fresh machine."""
-        names = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        folder = self.work / "caches" / stem(name)
-        return {n: str(folder / n.lower()) for n in (*names, "SGLANG_JIT_CACHE_DIR")}
 
     def write(self):
         names = ("model", "format", "layers", "adapters", "ranks", "slo", "server_args")
