@@ -135,6 +135,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     if getattr(args, "quick", False):
         if args.shape:
             args.models = args.models or ""
+        if args.format in cases.DTYPES:
+            args.dtypes = args.dtypes or args.format
         _fill(args, QUICK)
     _settle_layers(args)
     _fill(args, DEFAULTS)

@@ -42,18 +42,14 @@ def read(text: str, format: str | None = None) -> tuple[str, Model]:
     names = EXPERTS, TOP_K, HIDDEN, INTERMEDIATE
     experts, top_k, hidden, inter = (number(path, levels, of_size) for of_size in names)
     kind = "swigluoai" if gpt_oss else activation(path, levels)
-    model = Model(name_of(config, path), experts, top_k, hidden, inter, kind, bias=gpt_oss)
+    name = config.get("_name_or_path") or config.get("name") or path.resolve().parent.name
+    name = Path(str(name)).name or str(config.get("model_type", "model"))
+    model = Model(name, experts, top_k, hidden, inter, kind, bias=gpt_oss)
     if not 1 <= model.top_k <= model.experts:
         raise ValueError(f"{path} chooses {model.top_k} of {model.experts} experts")
     if format is None:
         format = format_of(path, levels)
     return model.name, model.quantized(format if format in FORMATS else None)
-
-
-def name_of(config: Mapping[str, Any], path: Path) -> str:
-    """Name of the folder, if the file has the standard name."""
-    given = config.get("_name_or_path") or config.get("name") or path.resolve().parent.name
-    return Path(str(given)).name or str(config.get("model_type", "model"))
 
 
 def number(path: Path, levels: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:

@@ -20,13 +20,11 @@ Case: TypeAlias = dict[str, Any]  # a row of a result file
 
 def commit() -> str:
     """Commit that is measured, or $MOELORA_COMMIT for a tree without history."""
-    if os.environ.get("MOELORA_COMMIT"):
-        return os.environ["MOELORA_COMMIT"]
+    if given := os.environ.get("MOELORA_COMMIT"):
+        return given
     # An installed copy may be inside an unrelated repository.
-    here = pathlib.Path(__file__)
-    if not _git("ls-files", "--error-unmatch", here.name):
-        return "unknown"
-    return _git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    ours = _git("ls-files", "--error-unmatch", pathlib.Path(__file__).name)
+    return ours and _git("describe", "--always", "--dirty", "--abbrev=12") or "unknown"
 
 
 def _git(*command: str) -> str:

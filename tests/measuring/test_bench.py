@@ -124,8 +124,8 @@ def test_a_deadline_ends_the_run_between_cases(bench, capsys):
             ("4x2x72x40", 4, None, [7], ["bf16"], [], 5),
         ),
         (
-            "--models qwen3@int4 --format bf16 --baselines loop",  # of all weights
-            ("qwen3", 128, None, [1, 64], ["bf16"], ["loop"], 60),
+            "--models qwen3@int4 --format fp16 --baselines loop",  # of all weights
+            ("qwen3", 128, None, [1, 64], ["fp16"], ["loop"], 60),
         ),
     ],
 )

@@ -90,11 +90,10 @@ class VLLM:
         require(importlib.util.find_spec("vllm"), "vLLM is not installed")
         from vllm.model_executor.layers.fused_moe import fused_experts
 
-        self.layer, self.run = layer, fused_experts
+        self.layer, self.fused_experts = layer, fused_experts
+
+    def run(self, b: Batch) -> Tensor:
+        return self.fused_experts(b.x, *self.layer.tensors, b.topk_weights, b.topk_ids)
 
     def runs(self, batches: Sequence[Batch]) -> Runs:
-        def call(i: int) -> Tensor:
-            b = batches[i]
-            return self.run(b.x, *self.layer.tensors, b.topk_weights, b.topk_ids)
-
-        return {("vllm_base", 0): Run(call)}
+        return {("vllm_base", 0): Run(on(batches, self.run))}

@@ -79,13 +79,10 @@ class Unpacking(Ours):
         return moelora.fused_experts_lora(x, as_tensor(w13), as_tensor(w2), *routing, **kwargs)
 
 
-class Separate:
+class Separate(Ours):
     """Adapters added after the base product, as engines do it, by our kernels: what fusing buys.
     The activation and the sum over experts are torch's.
     """
-
-    def __init__(self, layer: Layer):
-        self.layer = layer
 
     def run(self, batch: Batch, rank: int) -> Tensor:
         layer, f = self.layer, self.layer.stacks.get(rank)
