@@ -21,7 +21,14 @@ from benchmarks.options import DEVICES, parser, report
 TOPICS = {"arrivals": arrivals.measure, "updates": updates.measure}
 
 
-def parsed(argv):
+def cases(args):
+    """All cases, as they are measured."""
+    for topic in args.topics:
+        yield from TOPICS[topic](PRESETS[args.preset], args)
+        free()
+
+
+def main(argv=None):
     p = parser(
         __doc__,
         topics=([*TOPICS], "of cases"),
@@ -45,18 +52,6 @@ def parsed(argv):
         p.error(f"--topics has {sorted(unknown)}")
     if len(args.ranks) != 2 or args.adapters < args.slots:
         p.error("wanted two --ranks, and at least as many --adapters as --slots")
-    return args
-
-
-def cases(args):
-    """All cases, as they are measured."""
-    for topic in args.topics:
-        yield from TOPICS[topic](PRESETS[args.preset], args)
-        free()
-
-
-def main(argv=None):
-    args = parsed(argv)
     settings = ("preset", "layers", "ranks", "rows", "prompt", "new")
     with torch.no_grad():
         report(cases(args), args.out, **{name: getattr(args, name) for name in settings})
