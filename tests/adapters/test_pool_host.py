@@ -411,8 +411,8 @@ def test_threads_share_the_stream_of_copies(monkeypatch):
         return object()
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
-    streams, found = transfer.Streams([device]), []
-    run_threads(lambda number: found.append(streams._of(device)), 2)
+    streams = transfer.Streams([device])
+    found = run_threads(lambda _: streams._of(device), 2)
     assert found[0] is found[1] is streams._of(device)
 
 

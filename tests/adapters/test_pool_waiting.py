@@ -7,7 +7,7 @@ import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, check, make_pool, registered, wait_until, wrapped
 from conftest import needs_gpu
-from threads import run_threads
+from threads import elsewhere
 
 from moelora.adapters import NoSlot, transfer
 from moelora.adapters import host as host_module
@@ -110,16 +110,14 @@ def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
         assert not pool.ready("a")
         with pool.hold(["a"]):
             assert pool.mapping(["a"], held=held).tolist() == [0]
-        refused = []
 
         def other():
             assert pool.lookup("a") == 0
             with pytest.raises(NoSlot, match="it leaves for a batch that waits"):
                 pool.keep(["a"])
-            refused.append(True)
 
-        run_threads(lambda _: other(), 1)
-        assert refused and not found
+        elsewhere(other)
+        assert not found
     thread.join(30)
     assert found == ["b"]
 

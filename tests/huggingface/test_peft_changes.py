@@ -1,7 +1,6 @@
 """What changes in PEFT after `attach`: the experts serve what PEFT would, or refuse."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from hf_models import (
 )
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from small_models import SIZES
+from threads import run_threads
 
 import moelora.integrations.peft as moelora_peft
 from moelora.integrations.peft.experts import AttachedExperts
@@ -245,8 +245,7 @@ def test_threads(model):
             wrong += not torch.equal(model(batches[which]).logits, wanted[which])
         return wrong
 
-    with ThreadPoolExecutor(3) as executor:
-        assert list(executor.map(torch.no_grad()(serve), range(3))) == [0] * 3
+    assert run_threads(serve, 3) == [0] * 3
 
 
 def test_moved_in_inference_mode(model, folders):

@@ -6,23 +6,17 @@ import pickle
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from covering import extent
 from hf_models import ROWS, make_model, one_layer, save_adapters, tokens
+from threads import elsewhere, run_threads
 
 import moelora.integrations.transformers as moelora_hf
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-def elsewhere(function):
-    """The result of `function` in another thread."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(torch.no_grad()(function)).result()
 
 
 @pytest.fixture
@@ -44,11 +38,10 @@ def test_threads_share_a_model(loaded):
     base = loaded(ids).logits
     wanted = [loaded(ids, adapter_names=names).logits for names in cases]
     assert all(not torch.equal(w, base) for w in wanted)
-    gate = threading.Barrier(4)
+    kinds = ["base", "argument", "context", "rejected"]
 
-    def serve(kind):
-        gate.wait()
-        wrong = 0
+    def serve(thread):
+        kind, wrong = kinds[thread], 0
         for n in range(extent(nightly=1000, ci=200)):
             names, expected = cases[n % 4], wanted[n % 4]
             if kind == "base":
@@ -63,9 +56,7 @@ def test_threads_share_a_model(loaded):
                     loaded(ids, adapter_names=["a"])
         return wrong
 
-    kinds = ["base", "argument", "context", "rejected"]
-    with ThreadPoolExecutor(4) as executor:
-        assert list(executor.map(torch.no_grad()(serve), kinds)) == [0] * 4
+    assert run_threads(serve, len(kinds)) == [0] * len(kinds)
 
 
 def test_a_pass_keeps_its_adapters(loaded):

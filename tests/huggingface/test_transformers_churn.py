@@ -55,7 +55,6 @@ def test_threads_wait_for_slots(churning):
     ids = tokens(rows=1, length=5).to(model.device)
     wanted = {name: roomy(ids, adapter_names=[name]).logits for name in names}
 
-    @torch.no_grad()
     def work(start):
         for turn in range(6):
             name = names[(start + turn) % len(names)]

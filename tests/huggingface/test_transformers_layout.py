@@ -2,11 +2,11 @@
 
 import copy
 import io
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hf_models import make_model, one_layer, tokens
+from threads import run_threads
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.operators import experts as ops
@@ -131,11 +131,10 @@ def test_threads_that_come_first_together():
     wanted = logits(untouched)
     untouched = make_model("gpt_oss")
     untouched.set_experts_implementation("moelora")
-    with ThreadPoolExecutor(4) as executor:
-        for _ in range(20):
-            model = copy.deepcopy(untouched)
-            for got in executor.map(torch.no_grad()(lambda _, m=model: m(ids).logits), range(4)):
-                assert torch.equal(got, wanted)
+    for _ in range(20):
+        model = copy.deepcopy(untouched)
+        for got in run_threads(lambda _, m=model: m(ids).logits, 4):
+            assert torch.equal(got, wanted)
 
 
 def test_compiled():

@@ -3,13 +3,13 @@ mixed batches through `load_adapters` against weights that adapters are merged i
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import whole_adapters as example
 from hf_models import PLACES, TARGETS, one_layer, oracle, save_adapters, tokens, transformers
 from small_models import MODELS
+from threads import elsewhere
 from whole_models import (
     ROWS,
     make_whole_model,
@@ -187,10 +187,6 @@ def test_compile(tmp_path):
     moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
     graphs, compiled_once = [], 0
 
-    @torch.no_grad()
-    def elsewhere():
-        return compiled(ids).logits
-
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
@@ -200,8 +196,7 @@ def test_compile(tmp_path):
         with moelora_hf.use_adapters(model, rows):
             torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
             # What was compiled here asks what the thread carries that runs it.
-            with ThreadPoolExecutor(1) as executor:
-                torch.testing.assert_close(executor.submit(elsewhere).result(), base)
+            torch.testing.assert_close(elsewhere(lambda: compiled(ids).logits), base)
         if not compiled_once:
             compiled_once = len(graphs)
         assert len(graphs) == compiled_once
