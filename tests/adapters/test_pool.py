@@ -8,7 +8,9 @@ from adapter_cases import (
     E,
     K,
     N,
+    add,
     assert_unchanged,
+    change,
     check,
     make_pool,
     per_expert,
@@ -28,10 +30,6 @@ def test_sources_of_adapters_that_do_not_go_together():
     for factors in (pool.layer, pool.linear):
         with pytest.raises(KeyError, match="'x' is none of the pool's l"):
             factors("x")
-
-
-def add(pool, name, seed=0, **options):
-    return pool.add(name, wrapped(seed=seed)[0], config=CONFIG, **options)
 
 
 def test_hot_add_and_remove():
@@ -55,7 +53,7 @@ def test_hot_add_and_remove():
 
 def test_slot_of_larger_adapter_leaves_nothing_behind():
     pool = make_pool(max_loras=1)
-    pool.add("large", wrapped(r=8)[0], config=CONFIG | {"r": 8})
+    add(pool, "large", r=8)
     pool.add("small", wrapped(r=4, r_down=2)[0], config=CONFIG | {"rank_pattern": {"down_proj": 2}})
     assert pool.names() == ["small"]
     stacks = pool.layer(LAYERS[0].name)
@@ -126,10 +124,6 @@ def test_a_batch_that_was_released_is_refused():
         with pytest.raises(RuntimeError, match="this batch was released"):
             act()
     held.wait()  # for nothing
-
-
-def change(pool, name, seed, r=4):
-    return pool.update(name, wrapped(r=r, seed=seed)[0], config=CONFIG | {"r": r})
 
 
 def test_a_version_stays_while_it_is_held():

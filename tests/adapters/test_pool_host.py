@@ -1,22 +1,25 @@
 """AdapterPool with host memory: more adapters than slots, which come when they are needed."""
 
+import contextlib
 import math
 import threading
 
 import pytest
 import torch
 from adapter_cases import (
-    CONFIG,
     LAYERS,
     E,
     K,
     N,
+    add,
     before_next,
     check,
     fails,
     folders,
     make_pool,
+    of_rank,
     per_expert,
+    register,
     registered,
     snapshot,
     wait_until,
@@ -29,7 +32,7 @@ from threads import run_threads
 from moelora.adapters import AdapterPool, NoSlot, transfer
 from moelora.adapters.stacks import Copies
 
-SMALL = CONFIG | {"r": 2, "lora_alpha": 4}
+SMALL = of_rank(2)
 
 
 def bytes_of(rank):
@@ -59,24 +62,22 @@ def test_adapters_come_when_they_are_held(tmp_path, device):
 def test_what_is_added_comes_back(device):
     """Tensors without a folder stay in host memory; slots are for whoever is needed."""
     pool = make_pool(max_loras=1, host=2, device=device)
-    states = [wrapped(seed=seed) for seed in range(3)]
     for seed in range(2):
-        pool.add(f"n{seed}", states[seed][0], config=CONFIG)
+        add(pool, f"n{seed}", seed)
     assert pool.names() == ["n1"] and pool.registered() == ["n0", "n1"]
     for seed in (0, 1, 0):
-        check(pool, f"n{seed}", states[seed][1], 2.0)
+        check(pool, f"n{seed}", wrapped(seed=seed)[1], 2.0)
     before = snapshot(pool)
     why = "no host memory for adapter 'n2': all 2 places have adapters without a folder"
-    with pytest.raises(RuntimeError, match=why):
-        pool.add("n2", states[2][0], config=CONFIG)
-    with pytest.raises(RuntimeError, match=why):
-        pool.register("n2", states[2][0], config=CONFIG)
+    for act in (add, register):
+        with pytest.raises(RuntimeError, match=why):
+            act(pool, "n2", 2)
     assert snapshot(pool)[1] == before[1] and pool.registered() == ["n0", "n1"]
     pool.remove("n0")
     with pytest.raises(KeyError, match="no adapter 'n0' is registered; 1 others are .'n1'."):
         pool.lookup("n0")
-    pool.register("n2", states[2][0], config=CONFIG)
-    check(pool, "n2", states[2][1], 2.0)
+    register(pool, "n2", 2)
+    check(pool, "n2", wrapped(seed=2)[1], 2.0)
 
 
 def test_refusals(tmp_path):
@@ -119,7 +120,7 @@ def test_refusals(tmp_path):
 def test_a_header_that_does_not_fit_is_refused_at_once(tmp_path, options, why):
     """Not when the first request comes."""
     state, _ = per_expert(layer=1, r=6)
-    path = write(tmp_path / "a", state, CONFIG | {"r": 6})
+    path = write(tmp_path / "a", state, of_rank(6))
     layers = [layer for layer in LAYERS if layer not in options.get("others", ())]
     pool = AdapterPool(layers, 2, 8, host=2, dtype=torch.float32, **options)
     with pytest.raises(ValueError, match=f"adapter 'a': .*{why}"):
@@ -171,7 +172,7 @@ def told(pool, name):
 def test_a_batch_that_waits_does_not_read_its_folder_again_and_again(tmp_path, monkeypatch):
     """Nothing of it could be kept, since host memory is full of adapters without a folder."""
     pool = make_pool(max_loras=1, host=1)
-    pool.add("a", wrapped()[0], config=CONFIG)
+    add(pool, "a")
     ((path, delta),) = folders(tmp_path, 1)
     pool.register("b", path)
     reads, read = [], pool._host._read
@@ -212,13 +213,12 @@ def launching(device, monkeypatch):
 def test_copies_from_host_memory_are_launched_by_prefetch(tmp_path, launching):
     """In order, and in no thread, whose calls of CUDA would wait for those of the model."""
     pool = launching(max_loras=2, host=4)
-    states = [wrapped(seed=seed) for seed in range(3)]
-    for name, (state, _) in zip("abc", states, strict=True):
-        pool.register(name, state, config=CONFIG)
+    for seed, name in enumerate("abc"):
+        register(pool, name, seed)
     pool.prefetch(["c", "b", "a"])
     assert pool.names() == ["c", "b"] and pool._versions._readers is None
     wait_until(lambda: pool.ready("b"))
-    check(pool, "c", states[2][1], 2.0)
+    check(pool, "c", wrapped(seed=2)[1], 2.0)
     with pool.hold(["b", "c"]):
         pool.prefetch(["a"])
         assert not pool.ready("a") and pool.names() == ["b", "c"], "no slot is free"
@@ -245,12 +245,11 @@ def test_threads_that_bring_adapters_for_each_other(tmp_path, launching, where):
     pool._slots.asynchronous = where == "caller"
     ranks = (1, 2, 4, 8)
     states = [wrapped(r=r, seed=r) for r in ranks]
-    configs = [CONFIG | {"r": r, "lora_alpha": 2 * r} for r in ranks]
-    for number, ((state, _), config) in enumerate(zip(states, configs, strict=True)):
+    for number, (r, (state, _)) in enumerate(zip(ranks, states, strict=True)):
         if number % 2:
-            pool.register(f"n{number}", state, config=config)
+            register(pool, f"n{number}", r, r)
         else:
-            pool.register(f"n{number}", write(tmp_path / f"n{number}", state, config))
+            pool.register(f"n{number}", write(tmp_path / f"n{number}", state, of_rank(r)))
 
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -260,10 +259,8 @@ def test_threads_that_bring_adapters_for_each_other(tmp_path, launching, where):
             with pool.hold([f"n{first}"], timeout=60, layerwise=True) as held:
                 held.wait()
                 check(pool, f"n{first}", states[first][1], 2.0, held=held)
-            try:
-                pool.update(f"n{third}", states[third][0], config=configs[third])
-            except NoSlot:
-                pass
+            with contextlib.suppress(NoSlot):
+                pool.update(f"n{third}", states[third][0], config=of_rank(ranks[third]))
             pool.disable(f"n{third}")
             pool.enable(f"n{third}")
             pool.ready(f"n{second}")
@@ -293,7 +290,7 @@ def test_ready_raises_whatever_ended_the_attempt(tmp_path, launching, monkeypatc
     if where == "file":
         pool.register("a", write(tmp_path / "a", state))
     else:
-        pool.register("a", state, config=CONFIG)
+        register(pool, "a")
     owner, name = (pool._host, "_read") if where == "file" else (pool._slots, "write")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fails(error))
@@ -306,9 +303,9 @@ def test_ready_raises_whatever_ended_the_attempt(tmp_path, launching, monkeypatc
 def test_a_slot_after_a_write_that_ended_halfway(device, monkeypatch):
     """Of a larger rank: nothing of it is left beyond the rank of the next adapter."""
     pool = make_pool(max_loras=1, host=3, device=device)
-    large, small = wrapped(r=8), wrapped(r=2)
-    pool.register("large", large[0], config=CONFIG | {"r": 8, "lora_alpha": 16})
-    pool.register("small", small[0], config=SMALL)
+    ranks = {"large": 8, "small": 2}
+    for name, r in ranks.items():
+        register(pool, name, r=r)
     run = Copies.run
 
     def fails(copies):
@@ -319,8 +316,8 @@ def test_a_slot_after_a_write_that_ended_halfway(device, monkeypatch):
         patch.setattr(Copies, "run", fails)
         with pytest.raises(RuntimeError, match="the device is lost"):
             pool.lookup("large")
-    for name, (_, delta) in (("small", small), ("large", large), ("small", small)):
-        check(pool, name, delta, 2.0)
+    for name in ("small", "large", "small"):
+        check(pool, name, wrapped(r=ranks[name])[1], 2.0)
 
 
 def test_factors_that_experts_share_come_from_host_memory(device):
@@ -386,17 +383,16 @@ def test_a_new_version_in_a_slot_or_not(tmp_path, device, tensors):
 def test_tensors_that_are_replaced_or_removed_while_a_batch_waits_for_them(again, monkeypatch):
     """The batch gets those that took their place; they cannot be read again."""
     pool = make_pool(max_loras=1, host=2)
-    states = [wrapped(seed=seed) for seed in range(2)]
-    pool.register("a", states[0][0], config=CONFIG)
+    register(pool, "a")
 
     def replace():
         pool.remove("a")
         if again:
-            pool.register("a", states[1][0], config=CONFIG)
+            register(pool, "a", 1)
 
     before_next(monkeypatch, pool._host, "staged", replace)
     if again:
-        check(pool, "a", states[1][1], 2.0)
+        check(pool, "a", wrapped(seed=1)[1], 2.0)
         return
     with pytest.raises(KeyError, match="no adapter 'a' is registered"):
         pool.lookup("a")
@@ -421,9 +417,8 @@ def test_threads_share_the_stream_of_copies(monkeypatch):
 def test_who_disables_an_adapter_does_not_disable_the_next_one():
     """On a stream that has other work yet, when another adapter gets the slot."""
     pool = make_pool(max_loras=1, host=2, device="cuda")
-    states = [wrapped(seed=seed) for seed in range(2)]
-    for name, (state, _) in zip("ab", states, strict=True):
-        pool.register(name, state, config=CONFIG)
+    for seed, name in enumerate("ab"):
+        register(pool, name, seed)
     pool.lookup("a")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -440,7 +435,7 @@ def test_an_adapter_is_disabled_while_it_comes():
     """The write to the tables, on the stream of copies, must not come after that of `disable`."""
     pool = make_pool(max_loras=1, host=2, device="cuda")
     for seed, name in enumerate("ab"):
-        pool.register(name, wrapped(seed=seed)[0], config=CONFIG)
+        register(pool, name, seed)
         pool.lookup(name)
     torch.cuda.synchronize()
     with torch.cuda.stream(pool._slots.streams._of(pool.device)):

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_cases import CONFIG, before_next, check, fails, make_pool, wrapped
+from adapter_cases import (
+    CONFIG,
+    add,
+    before_next,
+    change,
+    check,
+    fails,
+    make_pool,
+    register,
+    wrapped,
+)
 from cases import Spec
 from covering import extent
 
@@ -15,14 +25,6 @@ from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.factors import first_not_finite
 
 STATES = [wrapped(seed=seed) for seed in range(5)]
-
-
-def add(pool, name, seed):
-    return pool.add(name, STATES[seed][0], config=CONFIG)
-
-
-def change(pool, name, seed, **options):
-    return pool.update(name, STATES[seed][0], config=CONFIG, **options)
 
 
 def test_batches_switch_in_their_next_step():
@@ -36,7 +38,7 @@ def test_batches_switch_in_their_next_step():
         assert new != old and held.version("a") == 2
         with pytest.raises(RuntimeError, match="no slot"):
             for seed in (2, 3):  # the other one may still compute with the first version
-                pool.add(f"n{seed}", STATES[seed][0], config=CONFIG, pin=True)
+                add(pool, f"n{seed}", seed, pin=True)
         assert pool.mapping(["a"], held=other).tolist() == [new]
         add(pool, "n3", 3)
     check(pool, "a", STATES[1][1], 2.0)
@@ -125,7 +127,7 @@ def test_all_versions_are_disabled_and_enabled_together(host):
 def test_batches_switch_while_the_last_version_is_in_no_slot():
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
-    pool.register("b", STATES[3][0], config=CONFIG)
+    register(pool, "b", 3)
     with pool.hold(["a"]) as held:
         change(pool, "a", 1)
         pool.lookup("b")
@@ -163,7 +165,7 @@ def test_a_write_that_failed_leaves_what_was_known(where, act, monkeypatch):
     def run():
         if act == "update":
             return change(pool, "a", 1)
-        return pool.add("a", STATES[1][0], config=CONFIG, replace=act == "replace")
+        return add(pool, "a", 1, replace=act == "replace")
 
     monkeypatch.setattr(owner, name, fails(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -245,10 +247,7 @@ def test_no_version_of_a_removed_adapter_is_held(host):
         pass
     with pool.hold(["a", None, "a"]) as held:
         change(pool, "a", 1)
-        for act in (
-            lambda: pool.remove("a"),
-            lambda: pool.add("a", STATES[2][0], config=CONFIG, replace=True),
-        ):
+        for act in (lambda: pool.remove("a"), lambda: add(pool, "a", 2, replace=True)):
             with pytest.raises(RuntimeError, match="'a' is in use by 1 batches"):
                 act()
         assert pool.mapping(["a"], held=held).tolist() == [0]
@@ -262,7 +261,7 @@ def put_another(pool, again):
         return
     if again == "remove and add":
         pool.remove("a")
-    pool.add("a", STATES[2][0], config=CONFIG, replace=again == "replace")
+    add(pool, "a", 2, replace=again == "replace")
 
 
 @pytest.mark.parametrize("again", ["replace", "remove and add"])
@@ -281,7 +280,7 @@ def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
     check(pool, "a", STATES[2][1], 2.0)
     assert pool.version("a") == 1
     for seed, name in enumerate("bcd"):
-        pool.register(name, STATES[seed][0], config=CONFIG)
+        register(pool, name, seed)
         pool.lookup(name)
     assert "a" not in pool
     check(pool, "a", STATES[2][1], 2.0)
@@ -307,7 +306,7 @@ def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
 def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
-    pool.register("b", STATES[1][0], config=CONFIG)
+    register(pool, "b", 1)
     for act in (lambda: change(pool, "a", 1), lambda: pool.lookup("b")):
         with pool.hold(["a"]), monkeypatch.context() as patch:
             patch.setattr(pool._slots, "write", fails(RuntimeError("out of memory")))
@@ -317,7 +316,7 @@ def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
             check(pool, "b", STATES[1][1], 2.0)
             assert caught.value.__traceback__ is not None, "it refers to the frames of the call"
         check(pool, "a", STATES[0][1], 2.0)
-        pool.add("c", STATES[2][0], config=CONFIG, replace="c" in pool.registered())
+        add(pool, "c", 2, replace="c" in pool.registered())
 
 
 # ---- under load ----

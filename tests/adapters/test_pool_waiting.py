@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from adapter_cases import CONFIG, LAYERS, check, make_pool, registered, wait_until, wrapped
+from adapter_cases import LAYERS, check, make_pool, register, registered, wait_until
 from conftest import needs_gpu
 from threads import elsewhere
 
@@ -193,7 +193,7 @@ class Event:
 def test_a_batch_may_start_before_the_last_copies(monkeypatch):
     """At the pace so far: three of four megabytes in 30 ms leave 10 ms for the last one."""
     pool = make_pool(max_loras=1, host=1)
-    pool.register("a", wrapped()[0], config=CONFIG)
+    register(pool, "a")
     pool.lookup("a")
     now = [10.0]
     monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])

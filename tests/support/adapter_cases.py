@@ -54,6 +54,23 @@ def wrapped(layer=0, r=4, r_down=None, seed=0):
     return state, delta
 
 
+def of_rank(r):
+    """The configuration that scales by 2."""
+    return CONFIG | {"r": r, "lora_alpha": 2 * r}
+
+
+def add(pool, name, seed=0, r=4, **options):
+    return pool.add(name, wrapped(r=r, seed=seed)[0], config=of_rank(r), **options)
+
+
+def change(pool, name, seed=0, r=4, **options):
+    return pool.update(name, wrapped(r=r, seed=seed)[0], config=of_rank(r), **options)
+
+
+def register(pool, name, seed=0, r=4):
+    pool.register(name, wrapped(r=r, seed=seed)[0], config=of_rank(r))
+
+
 def delta_of(pool, name, layer=0, held=None):
     """What the pool will add to the weights: s B A per projection and expert."""
     slot = pool.lookup(name, held=held)
@@ -133,8 +150,7 @@ def folders(tmp_path, number, r=2):
     found = []
     for seed in range(number):
         state, delta = wrapped(r=r, seed=seed)
-        path = write(tmp_path / f"adapter{seed}", state, CONFIG | {"r": r, "lora_alpha": 2 * r})
-        found.append((path, delta))
+        found.append((write(tmp_path / f"adapter{seed}", state, of_rank(r)), delta))
     return found
 
 
