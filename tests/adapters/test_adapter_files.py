@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from adapter_cases import CONFIG, rand
+from adapter_cases import CONFIG, rand, write
+from dialects import shards
 from linear_cases import EXPERTS, HEAD, LINEARS, PREFIX, K, Q, R, assert_pair, pair, read
 from safetensors.torch import save_file
 
@@ -39,26 +40,12 @@ def test_saved_weights_must_be_those_of_the_model():
 # ---- files ----
 
 
-def shards(folder, state, ending=".safetensors"):
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
-    index = {}
-    for number, keys in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
-        name = f"adapter_model-{number:05}-of-00002{ending}"
-        part = {key: state[key] for key in keys}
-        save_file(part, folder / name) if ending != ".bin" else torch.save(part, folder / name)
-        index |= dict.fromkeys(keys, name)
-    return folder, index
-
-
 @pytest.mark.parametrize("ending", [".safetensors", ".bin"])
 @pytest.mark.parametrize("with_index", [False, True])
 def test_shards(tmp_path, ending, with_index):
     state, q = pair(Q, K, 10)
-    folder, index = shards(tmp_path, state, ending)
-    if with_index:
-        text = json.dumps({"weight_map": index})
-        (folder / f"adapter_model{ending}.index.json").write_text(text)
+    folder = write(tmp_path, state)
+    shards(folder, ending, with_index)
     assert_pair(load(folder, None, EXPERTS, LINEARS).linears[Q], q)
     assert peek(folder, EXPERTS, LINEARS).linear_ranks == {Q: R}
     (folder / f"adapter_model-00002-of-00002{ending}").unlink()
@@ -81,8 +68,8 @@ SECOND = "adapter_model-00002-of-00002.safetensors"
     ],
 )
 def test_an_index_that_leads_elsewhere(tmp_path, change, message):
-    folder, index = shards(tmp_path, pair(Q, K, 10)[0])
-    index = change(index)
+    folder = write(tmp_path, pair(Q, K, 10)[0])
+    index = change(shards(folder, with_index=False))
     text = index if isinstance(index, str) else json.dumps({"weight_map": index})
     (folder / "adapter_model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -91,7 +78,8 @@ def test_an_index_that_leads_elsewhere(tmp_path, change, message):
 
 def test_a_key_in_two_shards(tmp_path):
     state, _ = pair(Q, K, 10)
-    folder, _ = shards(tmp_path, state)
+    folder = write(tmp_path, state)
+    shards(folder, with_index=False)
     save_file(state, folder / "adapter_model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"lora_A.weight is in .*00002-of.* and in another shard"):
         load(folder, None, EXPERTS, LINEARS)

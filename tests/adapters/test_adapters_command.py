@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dialects import DIALECTS, draw, merge
+from dialects import DIALECTS, draw, merge, renamed, rewrite
 from hf_models import transformers  # noqa: F401, skips where there is none
 from safetensors.torch import load_file, save_file
 from small_models import MODELS, SIZES, config, make, tokens
@@ -43,21 +43,12 @@ def ask(tmp_path, capsys):
     def run(dialect, *words, change=None, model=True):
         dialect = DIALECTS[dialect]
         folder = dialect.write(tmp_path / "a", drawn(dialect.kind, dialect.embeddings))
-        if change is not None:
-            state = load_file(folder / "adapter_model.safetensors")
-            change(state)
-            save_file(state, folder / "adapter_model.safetensors")
+        rewrite(folder, change)
         words = [*words, *(["--model", str(tmp_path / "model")] if model else [])]
         status = main(["adapters", str(folder), *words])
         return status, capsys.readouterr().out
 
     return run
-
-
-def change_config(folder, **options):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | options))
-    return folder
 
 
 def rewritten(folder, *words, model_type="qwen3_moe"):
@@ -105,7 +96,7 @@ def test_an_adapter_that_loads(ask, dialect):
 def test_ranks_of_stacks_are_those_of_their_parameters(tmp_path, capsys, patterns, ranks):
     dialect = DIALECTS["peft"]
     folder = dialect.write(tmp_path / "a", drawn(dialect.kind, dialect.embeddings))
-    main(["adapters", str(change_config(folder, rank_pattern=patterns))])
+    main(["adapters", str(rewrite(folder, rank_pattern=patterns))])
     rows = [row for row in capsys.readouterr().out.splitlines() if "stack of experts, PEFT" in row]
     tables = [row for row in rows if row.count("\u2502") > 5]
     assert tables and all(row.rstrip(" \u2502").endswith(f" {ranks}") for row in tables)
@@ -208,12 +199,12 @@ def test_one_rank_and_one_scaling_for_all_pairs(tmp_path):
     """What vLLM and SGLang do not read, patterns, is in the factors."""
     model = make("qwen3_moe")
     folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(model, "split"))
-    change_config(folder, alpha_pattern={"q_proj": 3}, rank_pattern={"v_proj": 2})
-    state = load_file(folder / "adapter_model.safetensors")
-    for name in [name for name in state if "v_proj" in name]:
-        cut = state[name][:2] if "lora_A" in name else state[name][:, :2]
-        state[name] = cut.contiguous()
-    save_file(state, folder / "adapter_model.safetensors")
+
+    def cut(state):
+        for name in [name for name in state if "v_proj" in name]:
+            state[name] = state[name][:2] if "lora_A" in name else state[name][:, :2]
+
+    rewrite(folder, cut, alpha_pattern={"q_proj": 3}, rank_pattern={"v_proj": 2})
     status, out = rewritten(folder)
     assert status == 0
     written = json.loads((out / "adapter_config.json").read_text())
@@ -242,11 +233,12 @@ def test_projections_without_factors_get_zeros(tmp_path):
 def test_a_scaling_that_overflows_is_refused(tmp_path, capsys):
     """Nothing is written: the factor would be infinite."""
     folder = DIALECTS["per-expert"].write(tmp_path / "a", draw(make("qwen3_moe"), "split"))
-    tensors = change_config(folder, alpha_pattern={"q_proj": 800}) / "adapter_model.safetensors"
-    state = {name: t.half() for name, t in load_file(tensors).items()}
-    name = next(name for name in state if "q_proj.lora_B" in name)
-    state[name][0, 0] = 60000
-    save_file(state, tensors)
+
+    def large(state):
+        state[next(name for name in state if "q_proj.lora_B" in name)][0, 0] = 60000
+        return {name: t.half() for name, t in state.items()}
+
+    rewrite(folder, large, alpha_pattern={"q_proj": 800})
     status, out = rewritten(folder)
     assert status == 1
     text = capsys.readouterr().out
@@ -275,7 +267,7 @@ def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
         assert ask("peft", "--per-expert", *words)[0] == 2
     assert ask("peft", "--force")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()
-    change = rename("layers.0", "layers.7")
+    change = renamed(("layers.0", "layers.7"))
     assert ask("peft", "--per-expert", str(tmp_path / "out"), change=change)[0] == 1
     assert (tmp_path / "a" / "adapter_config.json").read_text() == before
     assert not (tmp_path / "out").exists()
@@ -330,44 +322,40 @@ def of_more_experts(state):
         state[key] = torch.cat([state[key], more], "BA".index(side) ^ 1)
 
 
-def rename(old, new):
-    def change(state):
-        for key in [key for key in state if old in key]:
-            state[key.replace(old, new)] = state.pop(key)
-
-    return change
-
-
 HEAD = "base_model.model.lm_head"
 
 
 def put(name, *shape):
-    return lambda state: state.update({f"{HEAD}.{name}": torch.zeros(shape)})
+    return lambda state: state | {f"{HEAD}.{name}": torch.zeros(shape)}
+
+
+def without(name):
+    return lambda state: {key: t for key, t in state.items() if key != f"{HEAD}.{name}"}
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (
-            rename("layers.0", "layers.7"),
+            renamed(("layers.0", "layers.7")),
             "layers.7.mlp.down_proj.lora_A.weight is not a LoRA factor of a layer of this model: "
             "it is of layer 7, and the model has layers 0 to 1 (layers of multi-token prediction,",
         ),
         (
-            rename("model.model.layers.0", "model.mtp.layers.0"),
+            renamed(("model.model.layers.0", "model.mtp.layers.0")),
             "it is of a layer of multi-token prediction (MTP), which transformers does not load; "
             "take these factors out of the adapter, or train without (exclude_modules)",
         ),
         (
-            rename("model.model.layers.0.mlp", "model.model.visual.blocks.0.mlp"),
+            renamed(("model.model.layers.0.mlp", "model.model.visual.blocks.0.mlp")),
             "it is of a vision or audio tower, where no adapters are served; take these factors",
         ),
         (
-            rename("experts.5.", "experts.7."),
+            renamed(("experts.5.", "experts.7.")),
             "expert 7 of 6 experts; the adapter is of 8 experts, the model has 6: serve it with "
             "the model that it was trained on, not one with fewer experts (pruned)",
         ),
-        (lambda s: s.pop(f"{HEAD}.lora_B.weight"), f"lm_head.lora_A.weight has no {HEAD}.lora_B."),
+        (without("lora_B.weight"), f"lm_head.lora_A.weight has no {HEAD}.lora_B."),
         (put("lora_A.weight", 8, 32), "lm_head: A is (8, 32), but its rank by the config"),
         (put("lora_magnitude_vector", 2), "lm_head.lora_magnitude_vector is not a LoRA factor"),
     ],
@@ -389,7 +377,7 @@ def test_stacks_of_more_experts_than_the_model_has(ask):
 
 def test_an_option_that_is_not_supported(tmp_path, capsys):
     folder = DIALECTS["per-expert"].write(tmp_path / "a", drawn("split"))
-    assert main(["adapters", str(change_config(folder, modules_to_save=["lm_head"]))]) == 1
+    assert main(["adapters", str(rewrite(folder, modules_to_save=["lm_head"]))]) == 1
     text = capsys.readouterr().out
     assert "problem: option modules_to_save=['lm_head'] is not supported" in text
     assert "one pair per expert" in text, "what can be said is said"

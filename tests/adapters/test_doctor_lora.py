@@ -1,19 +1,16 @@
 """`moelora doctor --lora`: adapters that load without an error and change nothing are found."""
 
-import json
+import pathlib
 import re
 
 import pytest
 import torch
-from dialects import DIALECTS, draw
+from dialects import DIALECTS, draw, renamed, rewrite
 from hf_models import transformers  # noqa: F401, skips where there is none
-from safetensors.torch import load_file, save_file
 from small_models import config, make
 
 from moelora.__main__ import main
 from moelora.integrations.transformers import tiny
-
-FILE = "adapter_model.safetensors"
 
 
 @pytest.fixture
@@ -25,14 +22,7 @@ def ask(tmp_path, capsys):
         dialect = DIALECTS[dialect]
         drawn = draw(make(model_type), dialect.kind)
         folder = dialect.write(tmp_path / "a", drawn)
-        state = load_file(folder / FILE)
-        for pattern, replacement in rename:
-            state = {re.sub(pattern, replacement, key): t for key, t in state.items()}
-        if change is not None:
-            change(state)
-        save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / FILE)
-        path = folder / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | options))
+        rewrite(folder, change or renamed(*rename), **options)
         config(model_type).save_pretrained(tmp_path / "model")
         status = main(["doctor", "--lora", str(folder), "--model", str(tmp_path / "model"), *words])
         return status, capsys.readouterr().out
@@ -162,10 +152,7 @@ def test_a_layer_that_the_forward_does_not_run_is_named(ask, monkeypatch):
     def load_none(model, folders):
         from moelora.integrations.transformers import load_adapters
 
-        state = load_file(f"{folders['a']}/{FILE}")
-        for tensor in state.values():
-            tensor.zero_()
-        save_file(state, f"{folders['a']}/{FILE}")
+        rewrite(pathlib.Path(folders["a"]), zero(""))
         load_adapters(model, folders)
 
     status, text = ask("qwen3_moe", "per-expert", "--engine", "vllm")
@@ -179,9 +166,7 @@ def test_the_model_is_the_one_that_the_adapter_names(tmp_path, capsys):
     words = ["doctor", "--lora", str(folder), "--engine", "vllm"]
     assert main(words) == 2
     assert "moelora doctor: --lora needs --model: " in capsys.readouterr().err
-    path = folder / "adapter_config.json"
-    options = {"base_model_name_or_path": str(tmp_path / "model")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    rewrite(folder, base_model_name_or_path=str(tmp_path / "model"))
     config("qwen3_moe").save_pretrained(tmp_path / "model")
     assert main(words) == 0
     assert main(["doctor", "--engine", "vllm"]) == 2

@@ -7,6 +7,7 @@ and each of `DIALECTS` writes them into a folder in its own names and layouts.
 import copy
 import json
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -229,6 +230,44 @@ def save(folder, state, config, drawn, prefix=PREFIX):
     return folder
 
 
+def rewrite(folder, change=None, **options):
+    """Changes the tensors of a folder, in place or for what `change` returns, and its options."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if change is not None:
+        state = load_file(file)
+        state = change(state) or state
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+    return folder
+
+
+def renamed(*pairs):
+    """For `rewrite`: keys after these replacements of regular expressions."""
+
+    def change(state):
+        for pattern, replacement in pairs:
+            state = {re.sub(pattern, replacement, key): t for key, t in state.items()}
+        return state
+
+    return change
+
+
+def shards(folder, ending=".safetensors", with_index=True):
+    """Splits the file of a folder in two; returns which key is in which."""
+    whole, index = folder / "adapter_model.safetensors", {}
+    state = load_file(whole)
+    whole.unlink()
+    for number, keys in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
+        name = f"adapter_model-{number:05}-of-00002{ending}"
+        part = {key: state[key] for key in keys}
+        torch.save(part, folder / name) if ending == ".bin" else save_file(part, folder / name)
+        index |= dict.fromkeys(keys, name)
+    if with_index:
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / f"adapter_model{ending}.index.json").write_text(text)
+    return index
+
+
 def _old_block(name):
     return name.replace(".mlp.", ".block_sparse_moe.")
 
@@ -259,20 +298,6 @@ def _in_wrappers(state):
     return renamed
 
 
-def _shards(folder):
-    """Splits the file of a folder in two, with their index."""
-    whole = folder / "adapter_model.safetensors"
-    state = load_file(whole)
-    whole.unlink()
-    index = {}
-    for number, keys in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
-        name = f"adapter_model-{number:05}-of-00002.safetensors"
-        save_file({key: state[key] for key in keys}, folder / name)
-        index |= dict.fromkeys(keys, name)
-    text = json.dumps({"metadata": {}, "weight_map": index})
-    (folder / "adapter_model.safetensors.index.json").write_text(text)
-
-
 def _torch_file(folder):
     whole = folder / "adapter_model.safetensors"
     torch.save(load_file(whole), folder / "adapter_model.bin")
@@ -295,7 +320,7 @@ class Dialect:
     targets: Callable[[Drawn], Mapping] = modules
     layout: str | None = None
     embeddings: bool = False
-    finish: Callable[[pathlib.Path], None] | None = None
+    finish: Callable[[pathlib.Path], object] | None = None
 
     def draw(self, model, **options):
         return draw(model, self.kind, embeddings=self.embeddings, **options)
@@ -417,5 +442,5 @@ DIALECTS = {
         targets=parameters,
     ),
     "torch-file": _of_parameters("`adapter_model.bin`", finish=_torch_file),
-    "shards": _of_parameters("shards with an index", finish=_shards),
+    "shards": _of_parameters("shards with an index", finish=shards),
 }
