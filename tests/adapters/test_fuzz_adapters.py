@@ -14,19 +14,19 @@ from pathlib import Path
 import adapter_cases
 import pytest
 import torch
+from adapter_cases import LAYERS, K, of_rank, per_expert, rand, wrapped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moelora.adapters import AdapterPool, LinearLayer, MoELayer, peek
+from moelora.adapters import AdapterPool, LinearLayer, peek
 
 SCALE = int(os.environ.get("MOELORA_FUZZ", "1"))
-E, K, I, R = 3, 8, 6, 2
-LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, I) for n in range(2)]
+R = 2
 LINEARS = [
     LinearLayer("model.layers.0.self_attn.q_proj", K, 5),
     LinearLayer("model.embed_tokens", 7, K, embedding=True),
 ]
-CONFIG = {"peft_type": "LORA", "r": R, "lora_alpha": 4}
+CONFIG = of_rank(R)
 CLEAR = (ValueError, OSError, RuntimeError)
 
 fuzz = settings(
@@ -39,23 +39,10 @@ fuzz = settings(
 def valid_state():
     """One pair per expert and projection in the first layer, PEFT's wrapped form in the second, a
     linear layer and an embedding."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    state = {}
-    for name, wide, tall in (("gate_proj", K, I), ("up_proj", K, I), ("down_proj", I, K)):
-        for e in range(E):
-            key = f"base_model.model.{LAYERS[0].name}.{e}.{name}"
-            state |= {f"{key}.lora_A.weight": draw(R, wide), f"{key}.lora_B.weight": draw(tall, R)}
-    key = f"base_model.model.{LAYERS[1].name}"
-    for prefix, wide, tall in ((f"{key}.base_layer", K, 2 * I), (key, I, K)):
-        state[f"{prefix}.lora_A.weight"] = draw(E * R, wide)
-        state[f"{prefix}.lora_B.weight"] = draw(tall, R * E)
+    state = per_expert(r=R)[0] | wrapped(layer=1, r=R)[0]
     for layer, kind in zip(LINEARS, ("lora_{}.default.weight", "lora_embedding_{}"), strict=True):
         for side, shape in (("A", (R, layer.in_features)), ("B", (layer.out_features, R))):
-            state[f"base_model.model.{layer.name}.{kind.format(side)}"] = draw(*shape)
+            state[f"base_model.model.{layer.name}.{kind.format(side)}"] = rand(*shape)
     return state
 
 
