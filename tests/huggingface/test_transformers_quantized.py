@@ -1,6 +1,7 @@
 """Quantized experts in transformers: folders as they are published, read and served."""
 
 import copy
+import functools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from folder_cases import (
     assert_mixed_batch,
     assert_weights,
     change_json,
+    change_quantization,
     change_tensors,
     drop,
     put,
@@ -40,11 +42,27 @@ E4M3 = torch.float8_e4m3fn
 W4 = {"num_bits": 4, "type": "int"}
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}_g{kind[1]}")
-def made(request, tmp_path_factory):
-    """A folder, and the model in float32 that has its weights."""
-    folder = tmp_path_factory.mktemp(request.param[0])
-    return folder, make_folder(folder, *request.param)
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Makes a folder once; (folder, the model in float32 that has its weights)."""
+
+    @functools.cache
+    def make(kind, group):
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, make_folder(folder, kind, group)
+
+    return make
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}_g{kind[1]}")
+def made(request, make):
+    return make(*request.param)
+
+
+@pytest.fixture
+def folder_of(make):
+    """The first folder of a kind."""
+    return lambda kind: make(*next(each for each in KINDS if each[0] == kind))[0]
 
 
 def native(folder) -> str | None:
@@ -62,28 +80,17 @@ def changed(folder, tmp_path, *, tensors=lambda t: t, config=lambda c: c):
     return tmp_path
 
 
-def quantization(**changes):
-    def change(config):
-        config["quantization_config"] |= changes
-
-    return change
-
-
 def test_experts_have_the_numbers_of_the_folder(made):
-    folder, exact = made
-    model = moelora_hf.load_quantized(folder)
-    assert_weights(model, exact)
-    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
-    assert not model.training
-
-
-def test_no_stack_of_experts_is_ever_dequantized(made):
+    """No stack of them is ever dequantized."""
     folder, exact = made
     own = "gate_up_proj" if native(folder) else "down_proj"  # whose tiles have half of its bytes
     stacks = [getattr(m, own) for m, _ in moelora_hf.moe_layers(exact).values()]
     with largest_allocation() as largest:
-        moelora_hf.load_quantized(folder)
+        model = moelora_hf.load_quantized(folder)
     assert 0 < largest.nbytes < min(stack.numel() * 2 for stack in stacks)
+    assert_weights(model, exact)
+    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+    assert not model.training
 
 
 @pytest.mark.slow
@@ -172,82 +179,63 @@ UP = f"{LAYER}.1.up_proj"
 DOWN = f"{LAYER}.3.down_proj"
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 ONES = torch.ones(8, 8, dtype=torch.int64)
-MXFP4_FOLDERS = {
-    "scales": (drop(f"{LAYER}.down_proj_scales"), r"no tensor .*0.mlp.experts.down_proj_scales"),
-    "shape": (
+BAD_TENSORS = {
+    "mxfp4 scales": (drop(f"{LAYER}.down_proj_scales"), r"no tensor .*0.mlp.experts.down_proj_s"),
+    "mxfp4 shape": (
         put(f"{LAYER}.gate_up_proj_blocks", lambda t: t[:, :-2]),
         r"gate_up_proj_blocks has shape \(8, 382, 4, 16\), wanted \(8, 384, 4, 16\)",
     ),
-    "nan": (
+    "mxfp4 nan": (
         put(f"{LAYER}.down_proj_scales", lambda t: t | 255),
         r"experts.down_proj: scales has the e8m0 byte 255, NaN, expected at most 128",
     ),
-    "plain": (drop("model.norm.weight"), r"no tensor model.norm.weight \(1 are missing\)"),
-    "bias": (drop(f"{LAYER}.down_proj_bias"), r"no tensor .*down_proj_bias \(1 are missing"),
-    "more": (put(f"{LAYER}.odd_scales", [1.0]), "odd_scales is no tensor that"),
-}
-GPTQ_FOLDERS = {
-    "expert": (drop(f"{UP}.qweight"), f"no tensor {UP}.qweight, which the model wants"),
-    "zeros": (drop(f"{UP}.qzeros"), f"have no qzeros, wanted all or none: {UP}$"),
-    "shape": (
+    "mxfp4 plain": (drop("model.norm.weight"), r"no tensor model.norm.weight \(1 are missing\)"),
+    "mxfp4 bias": (drop(f"{LAYER}.down_proj_bias"), r"no tensor .*down_proj_bias \(1 are missing"),
+    "mxfp4 more": (put(f"{LAYER}.odd_scales", [1.0]), "odd_scales is no tensor that"),
+    "gptq expert": (drop(f"{UP}.qweight"), f"no tensor {UP}.qweight, which the model wants"),
+    "gptq zeros": (drop(f"{UP}.qzeros"), f"have no qzeros, wanted all or none: {UP}$"),
+    "gptq shape": (
         put(f"{UP}.scales", lambda t: t[:1]),
         rf"{UP}.scales is \(1, 192\) of torch.float16, wanted \(2, 192\) of torch.float16 as ",
     ),
-    "order": (put(f"{UP}.g_idx", lambda t: t.flip(0)), rf"{UP}.g_idx is in another order \(desc_a"),
-    "infinite": (
+    "gptq order": (put(f"{UP}.g_idx", lambda t: t.flip(0)), f"{UP}.g_idx is in another order"),
+    "gptq infinite": (
         put(f"{DOWN}.scales", lambda t: t / 0),
         r"experts.\*.down_proj: scales\[3\] has a scale that is NaN, infinite or beyond 65504",
     ),
-    "bias": (put(f"{UP}.bias", [1.0] * 192), f"{UP}.bias is no tensor that gptq has in experts"),
-    "experts": (
+    "gptq bias": (put(f"{UP}.bias", [1.0] * 192), f"{UP}.bias is no tensor that gptq has in"),
+    "gptq experts": (
         lambda t: t | {f"{LAYER}.8.up_proj.qweight": t[f"{UP}.qweight"] + 1},
         f"{LAYER}.8.up_proj.qweight is no tensor that gptq has",
     ),
-    "narrow": (
+    "gptq narrow": (
         lambda tensors: {
             n: t[..., :128] if re.search(r"\.experts\..*(gate|up)_proj.qweight$", n) else t
             for n, t in tensors.items()
         },
         r"experts.\*.gate_proj and up_proj: scales\[0\] has shape \(2, 384\), expected \(2, 256\)",
     ),
-    "attention": (
+    "gptq attention": (
         lambda t: drop(f"{Q_PROJ}.weight")(t) | {f"{Q_PROJ}.qweight": nibbles_to_words(ONES)},
         f"no tensor {Q_PROJ}.scales, which the model wants",
     ),
-}
-FP8_FOLDERS = {
-    "scales": (drop(f"{UP}.weight_scale_inv"), f"no tensor {UP}.weight_scale_inv"),
-    "nan": (
+    "fp8 scales": (drop(f"{UP}.weight_scale_inv"), f"no tensor {UP}.weight_scale_inv"),
+    "fp8 nan": (
         put(f"{UP}.weight", lambda t: (t.float() * float("nan")).to(E4M3)),
         r"gate_proj and up_proj: weight\[1\] has a NaN, expected numbers",
     ),
-    "dtype": (
+    "fp8 dtype": (
         put(f"{DOWN}.weight", lambda t: t.bfloat16()),
         r"experts.\*.down_proj: weight\[3\] has dtype bfloat16, expected float8_e4m3fn",
     ),
-    "attention": (drop(f"{Q_PROJ}.weight"), f"no tensor {Q_PROJ}.weight"),
+    "fp8 attention": (drop(f"{Q_PROJ}.weight"), f"no tensor {Q_PROJ}.weight"),
 }
-CASES = [("mxfp4", 32, *case) for case in MXFP4_FOLDERS.items()]
-CASES += [("gptq", 64, *case) for case in GPTQ_FOLDERS.items()]
-CASES += [("fp8", 128, *case) for case in FP8_FOLDERS.items()]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    found = {}
-    for kind, group in KINDS:
-        found[kind, group] = tmp_path_factory.mktemp(f"{kind}{group}")
-        make_folder(found[kind, group], kind, group)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "group", "name", "case"), CASES, ids=[f"{c[0]}_{c[2]}" for c in CASES]
-)
-def test_bad_tensors(folders, tmp_path, kind, group, name, case):
-    tensors, message = case
-    folder = changed(folders[kind, group], tmp_path, tensors=tensors)
-    refused(folder, message)
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors(folder_of, tmp_path, case):
+    tensors, message = BAD_TENSORS[case]
+    refused(changed(folder_of(case.split()[0]), tmp_path, tensors=tensors), message)
 
 
 def group(of_weights=None, **more):
@@ -281,15 +269,15 @@ UNREAD, CT = NotImplementedError, "compressed-tensors"
         ("float-quantized", {"config_groups": {}}, UNREAD, "there are no config_groups, wanted"),
     ],
 )
-def test_bad_settings(folders, tmp_path, kind, changes, error, message):
-    original = next(folder for (name, _), folder in folders.items() if name == kind)
-    folder = changed(original, tmp_path, config=quantization(**changes))
+def test_bad_settings(folder_of, tmp_path, kind, changes, error, message):
+    folder = changed(folder_of(kind), tmp_path)
+    change_quantization(folder, **changes)
     refused(folder, message, error)
 
 
-def test_activations_are_quantized_as_the_folder_says(folders):
+def test_activations_are_quantized_as_the_folder_says(folder_of):
     for kind, x_format in (("fp8", "group"), ("float-quantized", "token")):
-        folder = folders[kind, 128 if kind == "fp8" else 0]
+        folder = folder_of(kind)
         model = moelora_hf.load_quantized(folder, attn_implementation="eager")
         experts = model.get_submodule(LAYER)
         for name in ("gate_up_proj", "down_proj"):
@@ -301,7 +289,7 @@ def test_activations_are_quantized_as_the_folder_says(folders):
         assert error < 0.15, "a rounding to three bits of mantissa moves logits by little"
 
 
-def test_activations_are_for_the_layers_of_fp8(folders, tmp_path):
+def test_activations_are_for_the_layers_of_fp8(folder_of, tmp_path):
     """Another layer's experts may not be quantized, or have another scheme."""
 
     def one_layer_plain(tensors):
@@ -309,7 +297,7 @@ def test_activations_are_for_the_layers_of_fp8(folders, tmp_path):
             scale = tensors.pop(f"{name}_scale")
             tensors[name] = (tensors[name].float() * scale).bfloat16()
 
-    folder = changed(folders["float-quantized", 0], tmp_path, tensors=one_layer_plain)
+    folder = changed(folder_of("float-quantized"), tmp_path, tensors=one_layer_plain)
     model = moelora_hf.load_quantized(folder, activations="native")
     plain, packed = (module for module, _ in moelora_hf.moe_layers(model).values())
     assert plain.down_proj.dtype == torch.bfloat16
@@ -352,12 +340,12 @@ def of_whole_weights(tensors):
         tensors[f"{linear}.input_scale"] = torch.tensor(0.02) * (1 + ("up" in linear))
 
 
-def test_one_scale_for_each_weight(folders, tmp_path):
+def test_one_scale_for_each_weight(folder_of, tmp_path):
     def static(config):
         config["quantization_config"] |= {"activation_scheme": "static"}
         del config["quantization_config"]["weight_block_size"]
 
-    folder = changed(folders["fp8", 128], tmp_path, tensors=of_whole_weights, config=static)
+    folder = changed(folder_of("fp8"), tmp_path, tensors=of_whole_weights, config=static)
     model = moelora_hf.load_quantized(folder)
     experts, tensors = model.get_submodule(LAYER), load_file(folder / TENSORS)
     weights = experts.gate_up_proj.weights
@@ -370,14 +358,14 @@ def test_one_scale_for_each_weight(folders, tmp_path):
     assert torch.isfinite(model(IDS).logits).all()
 
 
-def test_biases_of_zeros_are_none(folders, tmp_path):
-    folder = changed(folders["gptq", 64], tmp_path, tensors=put(f"{UP}.bias", [0.0] * 192))
+def test_biases_of_zeros_are_none(folder_of, tmp_path):
+    folder = changed(folder_of("gptq"), tmp_path, tensors=put(f"{UP}.bias", [0.0] * 192))
     moelora_hf.load_quantized(folder)
 
 
-def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
+def test_the_text_model_of_a_folder_of_both(folder_of, tmp_path):
     """The text model's tensors beside config.json of the class that has a tower, too."""
-    text = json.loads((folders["fp8", 128] / "config.json").read_text())
+    text = json.loads((folder_of("fp8") / "config.json").read_text())
     both = transformers.Qwen3VLMoeConfig(text_config={"head_dim": 32}).to_dict()
     both["text_config"] |= {k: v for k, v in text.items() if k in both["text_config"]}
     both["text_config"]["model_type"] = "qwen3_vl_moe_text"
@@ -386,7 +374,7 @@ def test_the_text_model_of_a_folder_of_both(folders, tmp_path):
     both["vision_config"]["deepstack_visual_indexes"] = []
     both["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
     both["quantization_config"] = text["quantization_config"]
-    folder = changed(folders["fp8", 128], tmp_path, config=lambda config: both)
+    folder = changed(folder_of("fp8"), tmp_path, config=lambda config: both)
     refused(
         folder,
         "which Qwen3VLMoeForConditionalGeneration wants: it has model.embed_tokens.weight, "
