@@ -51,20 +51,12 @@ PLACES = [
 
 def make_model(config, dtype=torch.float32, device="cpu"):
     """A model whose experts and routers are large enough to matter in the logits."""
-    torch.manual_seed(0)
-    made = config_of(config)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name or "lm_head" in name or ".gate.weight" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval().to(device, dtype)
+    made = small_models.filled(transformers.AutoModelForCausalLM, config_of(config))
+    return made.to(device, dtype)
 
 
 def tokens(rows=5, length=7, device="cpu"):
-    generator = torch.Generator().manual_seed(2)
-    return torch.randint(2, 61, (rows, length), generator=generator).to(device)
+    return small_models.tokens(rows, length).to(device)
 
 
 def save_adapter(model, folder, seed, **options):

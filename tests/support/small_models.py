@@ -103,10 +103,9 @@ def make_multimodal():
 
 
 def filled(auto, config):
-    """A model of a configuration, with numbers of its own."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = auto.from_config(config, attn_implementation="eager")
+    """A model of a configuration whose experts and routers matter in the logits."""
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
