@@ -25,6 +25,13 @@ def adapted(model, **options):
     return model.train()
 
 
+def both(model, **options):
+    """PEFT's model, and one that is attached."""
+    theirs, ours = adapted(model, **options), adapted(model, **options)
+    moelora_peft.attach(ours)
+    return theirs, ours
+
+
 def gradients(model, ids, **kwargs):
     """By parameter, in float32."""
     model.zero_grad(set_to_none=True)
@@ -44,11 +51,24 @@ def assert_alike(found, wanted, naive=None, factor=2.0):
         assert error <= limit + 1e-5 * scale, (name, error, limit, scale)
 
 
-@pytest.mark.parametrize("config", MODELS)
-def test_gradients_are_those_of_peft(config):
-    model, ids = make_model(config), tokens()
-    theirs, ours = adapted(model), adapted(model)
-    moelora_peft.attach(ours)
+OPTIONS = {
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"experts.down_proj": 3},
+        "alpha_pattern": {"experts.gate_up_proj": 5},
+    },
+    "gate_up": {"target_parameters": TARGETS[:1]},
+    "down": {"target_parameters": TARGETS[1:]},
+    "experts_alone": {"target_modules": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "options"), [*((each, None) for each in MODELS), *(("mixtral", o) for o in OPTIONS)]
+)
+def test_gradients_are_those_of_peft(config, options):
+    ids = tokens()
+    theirs, ours = both(make_model(config), **OPTIONS.get(options, {}))
     assert_alike(gradients(ours, ids), gradients(theirs, ids))
     assert all(type(p) is torch.nn.Parameter for p in ours.parameters())
 
@@ -85,31 +105,12 @@ def test_gradients_of_a_16_bit_model(cast):
     """PEFT keeps factors in float32 beside it, unless it is told not to."""
     model, ids = make_model("mixtral", torch.bfloat16), tokens()
     options = {"autocast_adapter_dtype": cast, "target_modules": []}
-    theirs, ours = adapted(model, **options), adapted(model, **options)
+    theirs, ours = both(model, **options)
     exact = copy.deepcopy(theirs).float()
-    moelora_peft.attach(ours)
     dtypes = {p.dtype for n, p in ours.named_parameters() if "lora" in n}
     assert dtypes == {torch.float32 if cast else torch.bfloat16}
     wanted, naive, found = (gradients(m, ids) for m in (exact, theirs, ours))
     assert_alike(found, wanted, naive, factor=3.0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_rslora": True},
-        {"rank_pattern": {"experts.down_proj": 3}, "alpha_pattern": {"experts.gate_up_proj": 5}},
-        {"target_parameters": TARGETS[:1]},
-        {"target_parameters": TARGETS[1:]},
-        {"target_modules": []},
-    ],
-    ids=["rslora", "patterns", "gate_up", "down", "experts_alone"],
-)
-def test_options_of_adapters(options):
-    model, ids = make_model("mixtral"), tokens()
-    theirs, ours = adapted(model, **options), adapted(model, **options)
-    moelora_peft.attach(ours)
-    assert_alike(gradients(ours, ids), gradients(theirs, ids))
 
 
 # The same trace of both directions; the second one also decomposes it, and saves less for backward.
@@ -126,8 +127,7 @@ def test_compiled(backend, config):
     compiled = torch.compile(ours, backend=backend)
     compiled(ids, labels=ids).loss.backward()  # first, before the experts have run
     found = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad and "experts" in n}
-    wanted = gradients(ours, ids)
-    assert_alike(found, wanted)
+    assert_alike(found, gradients(ours, ids))
     ours.eval()
     with torch.no_grad():
         for _ in range(2):

@@ -42,6 +42,14 @@ def call(experts, implementation, ids=None):
         return experts(hidden, ids, weights)
 
 
+def assert_is(experts, activation, reference="eager"):
+    """moelora computes the layer as another implementation, as this activation."""
+    wanted = call(experts, reference)
+    assert activation_of(experts) == activation
+    atol = 1e-6 * max(10.0, wanted.abs().max().item())
+    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=atol)
+
+
 @pytest.mark.parametrize("act", "silu swish gelu_pytorch_tanh gelu_new gelu_fast relu2".split())
 def test_activations(act):
     torch.manual_seed(0)
@@ -109,21 +117,16 @@ def clamped(name, **options):
 def test_clamped_experts_are_those_of_eager(name, limit):
     experts = clamped(name, swiglu_limit=limit)
     experts.gate_up_proj.data *= limit  # of the size where it matters
-    wanted = call(experts, "eager")
     assert activation_of(experts)[0] == OAI.get(name, "silu")
-    scale = wanted.abs().max().item()
-    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-6 * scale)
+    assert_is(experts, activation_of(experts))
 
 
 @pytest.mark.parametrize("name", OAI)
 def test_the_alpha_of_a_config_is_read(name):
     """By experts that read it: those of older releases have numbers of their own."""
     experts = clamped(name, swiglu_alpha=1.2, swiglu_limit=3.0)
-    wanted = call(experts, "eager")
     reads = 1.2 in (getattr(experts, own, None) for own in ("alpha", "swiglu_alpha"))
-    assert activation_of(experts) == (OAI[name], *((1.2, 3.0) if reads else (None, None)))
-    scale = wanted.abs().max().item()
-    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-6 * scale)
+    assert_is(experts, (OAI[name], *((1.2, 3.0) if reads else (None, None))))
 
 
 def test_a_limit_of_the_config_alone_is_read():
@@ -150,9 +153,7 @@ def test_a_clamp_behind_silu(limit, found):
 
     type(experts)._apply_gate = clamps
     experts.gate_up_proj.data *= 4 * limit
-    wanted = call(experts, "batched_mm")
-    assert activation_of(experts) == ("swiglustep", None, found)
-    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-5)
+    assert_is(experts, ("swiglustep", None, found), "batched_mm")
 
 
 @pytest.mark.parametrize(("gate_cap", "up_cap"), [(4.0, 25.0), (0.5, 1.5), (1.0, 3.0)])
@@ -167,10 +168,7 @@ def test_soft_caps_are_those_of_eager(gate_cap, up_cap):
         mlp_up_softcap=up_cap,
     )
     experts.gate_up_proj.data *= up_cap / 4  # both caps show
-    wanted = call(experts, "eager")
-    assert activation_of(experts) == ("situ", None if gate_cap == 1 else gate_cap, up_cap)
-    scale = wanted.abs().max().item()
-    torch.testing.assert_close(call(experts, "moelora"), wanted, rtol=1e-4, atol=1e-6 * scale)
+    assert_is(experts, ("situ", None if gate_cap == 1 else gate_cap, up_cap))
 
 
 @pytest.mark.parametrize("up_cap", [None, 25.0])

@@ -115,15 +115,12 @@ def test_compiled(made, activations):
 def test_adapters_in_a_mixed_batch(made, tmp_path):
     folder, exact = made
     adapters = make_adapters(exact, tmp_path)
-    other, wanted, calls = quantized.serve(folder, adapters, IDS)
+    other, wanted, _ = quantized.serve(folder, adapters, IDS)
     model = load(folder)
     pool = moelora_hf.load_adapters(model, adapters)
     assert pool.dtype == torch.bfloat16
     logits = model(IDS, adapter_names=quantized.ROWS).logits
     assert torch.equal(logits, wanted)
-    exactly, _ = quantized.with_peft(exact, adapters, IDS, calls)
-    error = (logits.float() - exactly).abs().mean(-1).median() / exactly.abs().mean()
-    assert error < 0.15
     texts = model.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
     same = other.generate(IDS, adapter_names=quantized.ROWS, max_new_tokens=4, do_sample=False)
     assert torch.equal(texts, same)
@@ -169,24 +166,13 @@ def test_the_implementation_alone_says_what_to_call(made):
 
 
 def fill(name, value):
-    def change(model, experts):
-        getattr(experts, name).data[-1, 0, 0] = value
-
-    return change
+    return lambda model, experts: getattr(experts, name)[-1, 0].fill_(value)
 
 
-def as_int8(model, experts):
-    shape = *experts.down_proj.shape[:2], experts.down_proj.shape[2] // 2
-    weight = torch.zeros(shape, dtype=torch.int8)
-    experts.down_proj = torch.nn.Parameter(weight, requires_grad=False)
-
-
-def on_meta(model, experts):
-    experts.to("meta")
-
-
-def another_scale(model, experts):
-    experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 1, 1))
+def put(name, *shape, **options):
+    """Another parameter."""
+    new = torch.nn.Parameter(torch.ones(shape, **options), requires_grad=False)
+    return lambda model, experts: setattr(experts, name, new)
 
 
 def attribute(**values):
@@ -197,16 +183,24 @@ def implementation(model, experts):
     model.config._experts_implementation_internal = "deepgemm_megamoe"
 
 
-def in_float32(model, experts):
-    model.model.embed_tokens.float()
-
-
 REFUSED = {
     "nan": (fill("down_proj", float("nan")), ValueError, r"1\.mlp.experts.down_proj: weight.* NaN"),
     "scale": (fill("gate_up_proj_scale_inv", 256.0), ValueError, "beyond 255, expected smaller"),
-    "scales": (another_scale, ValueError, r"down_proj: weight_scale_inv has shape \(8, 1, 1\)"),
-    "fp4": (as_int8, NotImplementedError, r"down_proj is torch.int8, wanted torch.float8_e4m3fn"),
-    "meta": (on_meta, NotImplementedError, "gate_up_proj is on the meta device, wanted"),
+    "scales": (
+        put("down_proj_scale_inv", 8, 1, 1),
+        ValueError,
+        r"down_proj: weight_scale_inv has shape \(8, 1, 1\)",
+    ),
+    "fp4": (
+        put("down_proj", 8, 128, 96, dtype=torch.int8),
+        NotImplementedError,
+        r"down_proj is torch.int8, wanted torch.float8_e4m3fn",
+    ),
+    "meta": (
+        lambda model, experts: experts.to("meta"),
+        NotImplementedError,
+        "gate_up_proj is on the meta device, wanted",
+    ),
     "static": (
         attribute(activation_scheme="static"),
         NotImplementedError,
@@ -218,7 +212,11 @@ REFUSED = {
         r"layers\.1\.mlp\.experts: the activation of its gate of FP8Experts",
     ),
     "layout": (implementation, NotImplementedError, "experts_implementation='deepgemm_megamoe'"),
-    "float32": (in_float32, NotImplementedError, "is torch.float32 beside its experts of FP8"),
+    "float32": (
+        lambda model, experts: model.model.embed_tokens.float(),
+        NotImplementedError,
+        "is torch.float32 beside its experts of FP8",
+    ),
 }
 
 
