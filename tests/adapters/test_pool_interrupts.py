@@ -1,16 +1,14 @@
 """AdapterPool under Ctrl-C: wherever it comes, what is listed has its own factors."""
 
-import contextlib
 import random
-import signal
-import threading
 import time
 
 import pytest
 import torch
 from adapter_cases import CONFIG, LAYERS, check, wrapped
 from covering import extent
-from interrupts import interrupted
+from interrupts import interrupted, signals
+from threads import elsewhere
 
 from moelora.adapters import AdapterPool, held, host, linears, slots, stacks, turns, versions
 from moelora.adapters import pool as pool_module
@@ -157,48 +155,29 @@ def test_tensors_in_host_memory(act):
     assert number > 40
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
 def test_signals_leave_the_pool_to_other_threads():
     """Real signals at random times; the lock is always free again."""
     pool = AdapterPool(LAYERS[:1], 2, 4, dtype=torch.float32)
-    random_times, caught = random.Random(0), 0
+    random_times, caught, times = random.Random(0), 0, []
 
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    def attempt(name, seconds):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            with pool.hold(pool.names()[:1]):
-                add(pool, name, replace=True)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        times = []
-        for name in "abcd" * 2:
-            with contextlib.suppress(RuntimeError):  # the adapter that it holds
-                start = time.perf_counter()
-                attempt(name, 240)
-                times.append(time.perf_counter() - start)
-        for turn in range(200):
-            name = "abcd"[turn % 4]
+    def attempt(name):
+        with pool.hold(pool.names()[:1]):
             try:
-                attempt(name, random_times.uniform(1e-6, 2 * min(times)))
-            except KeyboardInterrupt:
-                caught += 1
-            except RuntimeError as error:
+                add(pool, name, replace=True)
+            except RuntimeError as error:  # the adapter that it holds
                 assert "in use by 1 batches" in str(error), error
-            found = []
-            other = threading.Thread(target=lambda: found.append(pool.names()), daemon=True)  # noqa: B023
-            other.start()
-            other.join(30)
-            assert found, "the lock was left locked"
+
+    for name in "abcd" * 2:
+        start = time.perf_counter()
+        attempt(name)
+        times.append(time.perf_counter() - start)
+    with signals() as interrupted_after:
+        for turn in range(200):
+            seconds = random_times.uniform(1e-6, 2 * min(times))
+            caught += interrupted_after(lambda: attempt("abcd"[turn % 4]), seconds)  # noqa: B023
+            assert elsewhere(pool.names) is not None, "the lock was left locked"
             assert torch.is_grad_enabled()
             assert_consistent(pool)
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert caught > 10
     assert_all_slots_work(pool)

@@ -19,6 +19,7 @@ from adapter_cases import (
 )
 from cases import Spec
 from covering import extent
+from threads import begin
 
 import moelora
 from moelora.adapters import AdapterPool, MoELayer
@@ -193,7 +194,7 @@ def test_batches_of_other_adapters_do_not_wait_for_a_write(host, act, monkeypatc
             began.set()
 
     def other():
-        threading.Thread(target=batch, daemon=True).start()
+        begin(batch)
         assert began.wait(60)
 
     before_next(monkeypatch, pool._slots, "write", other)
@@ -255,52 +256,39 @@ def test_no_version_of_a_removed_adapter_is_held(host):
     assert "a" not in pool.registered()
 
 
-def put_another(pool, again):
-    if again == "update":
-        change(pool, "a", 2)
-        return
-    if again == "remove and add":
-        pool.remove("a")
-    add(pool, "a", 2, replace=again == "replace")
-
-
 @pytest.mark.parametrize("again", ["replace", "remove and add"])
-def test_who_replaces_an_adapter_during_an_update_wins(again, monkeypatch):
-    pool = make_pool(max_loras=3, host=4)
+@pytest.mark.parametrize(("host", "during"), [(0, "read"), (4, "read"), (4, "write")])
+def test_who_replaces_an_adapter_during_an_update_wins(host, during, again, monkeypatch):
+    pool = make_pool(max_loras=3, host=host)
     add(pool, "a", 0)
     held = pool.keep(["a"])
 
     def act():
         held.release()
-        put_another(pool, again)
+        if again == "remove and add":
+            pool.remove("a")
+        add(pool, "a", 2, replace=again == "replace")
 
-    before_next(monkeypatch, pool._slots, "write", act)
+    owner, name = (pool._reader, "stage") if during == "read" else (pool._slots, "write")
+    before_next(monkeypatch, owner, name, act)
     with pytest.raises(KeyError, match="'a' was removed, evicted or replaced during the call"):
         change(pool, "a", 1)
     check(pool, "a", STATES[2][1], 2.0)
     assert pool.version("a") == 1
-    for seed, name in enumerate("bcd"):
-        register(pool, name, seed)
-        pool.lookup(name)
-    assert "a" not in pool
-    check(pool, "a", STATES[2][1], 2.0)
+    for name in "bcd":
+        add(pool, name)
+    assert "a" not in pool, "all slots are free"
+    if host:
+        check(pool, "a", STATES[2][1], 2.0)
 
 
-@pytest.mark.parametrize("again", ["replace", "remove and add", "update"])
 @pytest.mark.parametrize("host", [0, 4])
-def test_an_update_that_reads_while_others_act(host, again, monkeypatch):
-    """Who replaces the adapter wins; other updates come before it."""
+def test_another_update_while_an_update_reads_comes_before_it(host, monkeypatch):
     pool = make_pool(max_loras=2, host=host)
     add(pool, "a", 0)
-    before_next(monkeypatch, pool._reader, "stage", lambda: put_another(pool, again))
-    if again == "update":
-        assert change(pool, "a", 1) == 3
-        check(pool, "a", STATES[1][1], 2.0)
-        return
-    with pytest.raises(KeyError, match="'a' was removed, evicted or replaced during the call"):
-        change(pool, "a", 1)
-    check(pool, "a", STATES[2][1], 2.0)
-    assert pool.version("a") == 1
+    before_next(monkeypatch, pool._reader, "stage", lambda: change(pool, "a", 2))
+    assert change(pool, "a", 1) == 3
+    check(pool, "a", STATES[1][1], 2.0)
 
 
 def test_a_slot_is_free_after_a_write_that_failed(monkeypatch):
@@ -425,37 +413,32 @@ def test_every_answer_is_that_of_one_version(device, in_flight, host, often):
     names = ["a", None, "a", "a"]
     rows = torch.tensor([name == "a" for name in names])
     readers = [Steps(model, pool) for _ in range(2)]
-    done, seen, switched, errors = threading.Event(), set(), [], []
+    done, seen, switched = threading.Event(), set(), []
 
     def generate(steps):
-        try:
-            while not done.is_set():
-                with pool.hold(["a"], timeout=60) as held:
-                    versions = []
-                    for _ in range(4):
-                        out, version = steps(names, held)
-                        wanted = answers[(version - 1) % KINDS]
-                        assert torch.equal(out[rows], wanted[rows]), version
-                        assert torch.equal(out[~rows], answers[-1][~rows])
-                        versions.append(version)
-                    assert versions == sorted(versions)
-                    if in_flight == "finish":
-                        assert len(set(versions)) == 1
-                    seen.update(versions)
-                    switched.append(len(set(versions)) > 1)
-        except BaseException as error:  # noqa: BLE001, reported by the main thread
-            errors.append(error)
+        while not done.is_set():
+            with pool.hold(["a"], timeout=60) as held:
+                versions = []
+                for _ in range(4):
+                    out, version = steps(names, held)
+                    wanted = answers[(version - 1) % KINDS]
+                    assert torch.equal(out[rows], wanted[rows]), version
+                    assert torch.equal(out[~rows], answers[-1][~rows])
+                    versions.append(version)
+                assert versions == sorted(versions)
+                if in_flight == "finish":
+                    assert len(set(versions)) == 1
+                seen.update(versions)
+                switched.append(len(set(versions)) > 1)
 
-    threads = [threading.Thread(target=generate, args=(steps,)) for steps in readers]
-    for thread in threads:
-        thread.start()
+    threads = [begin(generate, steps) for steps in readers]
     number = extent(nightly=UPDATES, ci=150)
     version = 1
 
     def enough():  # of updates, and of what readers have seen of them
         return version >= number and len(seen) > 5 and (in_flight == "finish" or any(switched))
 
-    while not enough() and not errors:
+    while not enough() and not any(thread.done() for thread in threads):
         state = model.states[version % KINDS]
         try:
             version = pool.update("a", state, config=CONFIG_OF_MODEL, in_flight=in_flight)
@@ -463,7 +446,6 @@ def test_every_answer_is_that_of_one_version(device, in_flight, host, often):
             assert "no slot for the new version" in str(error)
     done.set()
     for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+        thread.result(60)
     assert pool.version("a") == version >= number
     assert any(switched) == (in_flight == "switch")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from adapter_cases import LAYERS, check, make_pool, register, registered, wait_until
 from conftest import needs_gpu
-from threads import elsewhere
+from threads import begin, elsewhere
 
 from moelora.adapters import NoSlot, transfer
 from moelora.adapters import host as host_module
@@ -28,13 +28,12 @@ def test_slots_in_use_are_waited_for(tmp_path):
     with pool.hold(["a"]):
         thread = waiting(pool, ["b"], found)
         assert found == []
-    thread.join()
+    thread.result(60)
     assert found == ["b"] == pool.names()
     kept = pool.keep(["b"])  # dropped without release
-    thread = threading.Thread(target=lambda: found.append(pool.keep(["a"], timeout=60)))
-    thread.start()
+    thread = begin(lambda: found.append(pool.keep(["a"], timeout=60)))
     del kept
-    thread.join(30)
+    thread.result(60)
     assert "a" in pool
 
 
@@ -46,8 +45,7 @@ def waiting(pool, names, found):
         with pool.hold(names, timeout=60):
             found.append("".join(names))
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    thread = begin(work)
     wait_until(lambda: len(pool._versions._turns) == before + 1)
     return thread
 
@@ -66,7 +64,7 @@ def test_batches_that_wait_get_slots_in_their_order(tmp_path):
         assert "d" not in pool, "nor is it brought ahead"
         assert found == []
     for thread in threads:
-        thread.join(30)
+        thread.result(60)
     assert found == ["cd", "bd"]
 
 
@@ -92,7 +90,7 @@ def test_a_batch_is_not_overtaken_forever(tmp_path, names):
     assert OVERTAKEN <= begun <= OVERTAKEN + 1 and not found
     for name in leaving:
         running.pop(name).release()
-    thread.join()
+    thread.result(60)
     assert found == ["".join(names)]
     for held in running.values():
         held.release()
@@ -118,7 +116,7 @@ def test_a_batch_never_waits_for_one_that_waits_for_it(tmp_path):
 
         elsewhere(other)
         assert not found
-    thread.join(30)
+    thread.result(60)
     assert found == ["b"]
 
 

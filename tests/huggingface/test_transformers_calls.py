@@ -3,15 +3,13 @@
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from covering import extent
 from hf_models import ROWS, make_model, one_layer, save_adapters, tokens
+from interrupts import signals
 from threads import elsewhere, run_threads
 
 import moelora.integrations.transformers as moelora_hf
@@ -106,53 +104,21 @@ def test_nothing_is_left_of_an_interrupted_call(loaded, error, where):
     loaded._moelora.pool.remove("a")  # no batch holds it
 
 
-# Python drops an exception that a signal raises in a finaliser: then another signal comes.
-INTERRUPTED = """
-import faulthandler, os, signal, sys, threading, time
-import torch
-from hf_models import ROWS, make_model, save_adapters, tokens
-import moelora.integrations.transformers as moelora_hf
-from pathlib import Path
-
-faulthandler.dump_traceback_later(240, exit=True)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
-torch.set_num_threads(1)
-model = make_model("mixtral")
-moelora_hf.load_adapters(model, save_adapters(model, Path(sys.argv[1])))
-ids = tokens(length=4)
-interrupted = 0
-with torch.no_grad():
-    base = model(ids).logits
-    for n in range({interrupts}):
-        caught = threading.Event()
-        def send():
-            time.sleep({pause} * n)
-            while not caught.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-                caught.wait(5)
-        sender = threading.Thread(target=send)
-        try:
-            sender.start()
-            while True:
-                model(ids, adapter_names=ROWS)
-        except KeyboardInterrupt:
-            interrupted += 1
-            caught.set()
-        sender.join()
-        assert torch.equal(model(ids).logits, base), n
-assert interrupted == {interrupts}
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-"""
-
-
-def test_ctrl_c(tmp_path):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+def test_ctrl_c(loaded):
     """A signal at any moment of a call with `adapter_names`, then a base call."""
-    code = INTERRUPTED.format(interrupts=extent(nightly=60, ci=20), pause=extent(1e-4, 3e-4))
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    torch.set_num_threads(1)
+    ids = tokens(length=4)
+    base = loaded(ids).logits
+
+    def serve():
+        while True:
+            loaded(ids, adapter_names=ROWS)
+
+    with signals() as interrupted_after:
+        for n in range(extent(nightly=60, ci=20)):
+            assert interrupted_after(serve, 1e-6 + extent(1e-4, 3e-4) * n)
+            assert torch.equal(loaded(ids).logits, base), n
 
 
 # ---- who is refused ----

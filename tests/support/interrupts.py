@@ -1,7 +1,9 @@
 """Ctrl-C before any instruction of some modules, again while they deal with it, or the end of the
 process."""
 
+import contextlib
 import os
+import signal
 import sys
 
 
@@ -67,3 +69,32 @@ def killed(call, files, number):
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, 9)
     return status == 9
+
+
+@contextlib.contextmanager
+def signals():
+    """Yields a function that calls, with a signal's KeyboardInterrupt after so many seconds, and
+    says whether it came. pytest-timeout has the same timer: no limit of a test holds inside."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    def interrupted_after(call, seconds):
+        try:
+            # Another one comes later: Python drops an exception that one raises in a finalizer.
+            signal.setitimer(signal.ITIMER_REAL, seconds, 5)
+            try:
+                call()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # as it may have come before that above
+            return True
+        return False
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield interrupted_after
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,29 +5,38 @@ from threading import Barrier, Thread
 
 import torch
 
+WAIT_S = 240
+
+
+def begin(work, *arguments):
+    """The Future of work(*arguments) in a thread of its own, in the grad mode of the caller.
+
+    A thread that hangs is left behind: pools of the standard library would wait for it.
+    """
+    future, is_grad_enabled = Future(), torch.is_grad_enabled()
+
+    def body():
+        try:
+            with torch.set_grad_enabled(is_grad_enabled):
+                future.set_result(work(*arguments))
+        except BaseException as error:  # noqa: BLE001, raised by `result`
+            future.set_exception(error)
+
+    Thread(target=body, daemon=True).start()
+    return future
+
 
 def run_threads(work, count):
-    """[work(0), work(1), ...], at once, in the grad mode of the caller.
-
-    Raises what the first of them raised, or TimeoutError where one hangs, which is left behind: a
-    pool of the standard library would wait for it.
-    """
-    start, results = Barrier(count), [Future() for _ in range(count)]
-    is_grad_enabled = torch.is_grad_enabled()
+    """[work(0), work(1), ...], at once; raises what the first of them raised, or TimeoutError."""
+    start = Barrier(count)
 
     def body(number):
         start.wait()
-        try:
-            with torch.set_grad_enabled(is_grad_enabled):
-                results[number].set_result(work(number))
-        except BaseException as error:  # noqa: BLE001, raised by `result`
-            results[number].set_exception(error)
+        return work(number)
 
-    for number in range(count):
-        Thread(target=body, args=(number,), daemon=True).start()
-    return [result.result(timeout=240) for result in results]
+    return [future.result(WAIT_S) for future in [begin(body, number) for number in range(count)]]
 
 
 def elsewhere(work):
     """The result of work() in another thread."""
-    return run_threads(lambda _: work(), 1)[0]
+    return begin(work).result(WAIT_S)
