@@ -19,6 +19,10 @@ def load(config):
     return model
 
 
+def experts_of(model):
+    return [module for module in model.modules() if hasattr(module, "has_gate")]
+
+
 def sampled(model):
     """Tokens of `generate`, and the experts that they took."""
     prompt = torch.randint(1, 60, (ROWS, PROMPT), generator=torch.Generator().manual_seed(1))
@@ -38,35 +42,29 @@ def another(model):
     return trainer
 
 
-class Calls:
-    """What experts modules were called with, and what they returned."""
-
-    def __init__(self, model):
-        self.found = []
-        for module in model.modules():
-            if hasattr(module, "has_gate") or type(module).__name__ == "MultiLoraExperts":
-                module.register_forward_hook(self._note)
-
-    def _note(self, module, args, out):
-        self.found.append((module, args, out))
+def calls_of(experts):
+    """What these modules are called with from now on, and what they return."""
+    found = []
+    for module in experts:
+        module.register_forward_hook(lambda *call: found.append(call))
+    return found
 
 
 @pytest.mark.parametrize("config", MODELS)
 def test_layers_differ_in_no_bit(config):
     model = load(config)
     tokens, ids = sampled(model)
-    layers = sum(hasattr(m, "has_gate") for m in model.modules())
+    sampler, layers = experts_of(model), len(experts_of(model))
     assert ids.shape[:3] == (ROWS, PROMPT + NEW - 1, layers)
     trainer = another(model)
     with mt.record_routing(trainer, ROWS) as own:
         trainer(tokens)
     assert (own.ids()[:, :-1] != ids).any()
-    calls = Calls(trainer)
+    calls = calls_of(experts_of(trainer))
     with mt.replay_routing(trainer, ids), mt.record_routing(trainer, ROWS) as taken:
         trainer(tokens)
-    assert len(calls.found) == layers
-    sampler = [m for m in model.modules() if hasattr(m, "has_gate")]
-    for layer, (module, (hidden, top_k, weights), out) in enumerate(calls.found):
+    assert len(calls) == layers
+    for layer, (module, (hidden, top_k, weights), out) in enumerate(calls):
         given = top_k.view(ROWS, -1, top_k.size(-1))
         assert torch.equal(given[:, :-1], ids[:, :, layer])
         assert torch.equal(sampler[layer](hidden, top_k, weights), out)
