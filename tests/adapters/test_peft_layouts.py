@@ -131,38 +131,6 @@ def test_layouts_do_not_mix():
             one_slot(layer).add("a", half, config=config(both, "0.18.0"))
 
 
-@pytest.mark.parametrize(("model", "target"), [("olmoe", "gate_up_proj"), ("gpt_oss", "down_proj")])
-def test_the_installed_peft(tmp_path, model, target):
-    """What PEFT merges into a square parameter is what the pool adds."""
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 16, "num_experts_per_tok": 2}
-    if model == "olmoe":
-        layer = OLMOE
-        made = transformers.OlmoeConfig(**sizes, hidden_size=32, num_experts=E)
-    else:
-        layer = GPT_OSS
-        made = transformers.GptOssConfig(**sizes, hidden_size=16, num_local_experts=E)
-    base = transformers.AutoModelForCausalLM.from_config(made).float()
-    parameter = getattr(base.model.layers[0].mlp.experts, target)
-    before = parameter.detach().clone()
-    targets = {"target_modules": [], "target_parameters": [f"experts.{target}"]}
-    options = peft.LoraConfig(r=R, lora_alpha=R, **targets, init_lora_weights=False)
-    wrapped = peft.get_peft_model(base, options)
-    wrapped.save_pretrained(tmp_path / "a")
-    merged = wrapped.merge_and_unload()
-    delta = getattr(merged.model.layers[0].mlp.experts, target).detach() - before
-    if layer.interleaved:
-        delta = delta.transpose(1, 2)
-    pool = one_slot(layer)
-    pool.add("a", tmp_path / "a")
-    stacks = pool.layer(layer.name)
-    name = "w2" if target == "down_proj" else "w13"
-    got = stacks[f"{name}_lora_b"][0] @ stacks[f"{name}_lora_a"][0]
-    torch.testing.assert_close(got[:, :, : delta.size(2)], delta, rtol=1e-4, atol=1e-4)
-
-
 def test_a_configuration_of_peft():
     """Its object says what its JSON does."""
     peft = pytest.importorskip("peft")

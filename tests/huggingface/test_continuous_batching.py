@@ -1,11 +1,12 @@
 """transformers' continuous batching: every request with its own adapter, in all kinds of batch."""
 
+import contextlib
 import copy
 import threading
-import time
 
 import pytest
 import torch
+from adapter_cases import wait_until
 from conftest import needs_gpu
 from hf_models import PLACES, make_model, tokens, transformers
 from whole_models import make_whole_model, write_adapters
@@ -55,17 +56,15 @@ def options(**more):
     }
 
 
-def wait_for(condition):
-    """Until it holds; a RuntimeError of an adapter that is in use says that it does not yet."""
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        try:
-            if condition():
-                return
-        except RuntimeError:
-            pass
-        time.sleep(0.02)
-    raise AssertionError("it took too long")
+def wait_for_removal(pool, name):
+    """Until no batch holds an adapter any more."""
+
+    def is_gone():
+        with contextlib.suppress(RuntimeError):
+            pool.remove(name)
+        return name not in pool
+
+    wait_until(is_gone)
 
 
 def results(manager, count):
@@ -138,7 +137,7 @@ def test_a_manager(served):
                 manager.add_request(prompts[0])
         found = results(manager, len(ids))
         for name in filter(None, set(NAMES)):
-            wait_for(lambda name=name: name not in pool or not pool.remove(name))  # it is idle
+            wait_for_removal(pool, name)
         assert not pool.names()
     check(model, [found[i].generated_tokens for i in ids], wanted)
 
@@ -163,8 +162,7 @@ def test_a_cancelled_request_lets_go_of_its_adapter(served):
         finally:
             cancelled.set()
             hook.remove()
-        wait_for(lambda: "all" not in pool or not pool.remove("all"))
-        assert "all" not in pool
+        wait_for_removal(pool, "all")
 
 
 def test_requests_that_the_cache_has_no_room_for(served, monkeypatch):
@@ -208,13 +206,13 @@ def test_who_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
         model.generate_batch(prompts, adapter_names=["a", None], **options())
     moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
-    with pytest.raises(ValueError, match="there are 1 adapter names for 2 inputs"):
-        model.generate_batch(prompts, adapter_names=["all"], **options())
-    with pytest.raises(KeyError, match="no adapter 'other'"):
-        model.generate_batch(prompts, adapter_names=["all", "other"], **options())
-    copied = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):
-        copied.generate_batch(prompts, adapter_names=["all", None], **options())
+    for called, names, error, why in (
+        (model, ["all"], ValueError, "there are 1 adapter names for 2 inputs"),
+        (model, ["all", "other"], KeyError, "no adapter 'other'"),
+        (copy.deepcopy(model), ["all", None], RuntimeError, "no adapters; call load_adapters"),
+    ):
+        with pytest.raises(error, match=why):
+            called.generate_batch(prompts, adapter_names=names, **options())
     manager = model.init_continuous_batching(**options())
     moelora_hf.unload_adapters(model)
     with pytest.raises(RuntimeError, match="no adapters; call load_adapters first"):

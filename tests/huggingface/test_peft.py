@@ -7,6 +7,7 @@ import weakref
 
 import hf_models
 import pytest
+import small_models
 import torch
 from hf_models import (
     ADAPTERS,
@@ -47,11 +48,26 @@ def save_adapters(model, folder, names="abc"):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", MODELS)
 def test_mixed_batch(config, place, tmp_path):
+    """Served by `load_adapters`, and in PEFT's model, as PEFT has it one adapter at a time."""
     model = make_model(config, place[1], place[0])
     ids = tokens(length=16, device=model.device)
     folders = save_adapters(model, tmp_path)
     exact = copy.deepcopy(model).float()
     wanted, naive = (oracle(m, folders, ROWS, ids) for m in (exact, model))
+    base = exact(ids).logits
+    for i, row in enumerate(ROWS):
+        difference = (wanted[i] - base[i]).abs().max()
+        assert (difference > 0.1) == (row is not None), "an adapter must be seen in the logits"
+
+    served = copy.deepcopy(model)
+    pool = moelora_hf.load_adapters(served, folders)
+    assert pool.names() == ["a", "b", "c"]
+    assert pool.max_rank == 8
+    with moelora_hf.use_adapters(served, ROWS):
+        got = served(ids).logits
+    assert_logits(got, wanted, naive)
+    assert torch.equal(got[1], served(ids).logits[1]), "base rows keep their bits"
+
     model = peft_of(model, folders)
     pool = moelora_peft.attach(model)
     assert moelora_hf.pool(model) is pool
@@ -65,6 +81,23 @@ def test_mixed_batch(config, place, tmp_path):
         base = model(ids).logits
     assert_logits(base[1], wanted[1], naive[1])
     assert torch.equal(model(ids, adapter_names=["__base__"] * 5).logits, base)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [("qwen3_moe", {"moe_intermediate_size": 16}), ("gpt_oss", {"intermediate_size": 32})],
+)
+def test_square_parameters(model_type, sizes, tmp_path):
+    """Whose shape does not say whether PEFT's factors are exchanged: the installed version does."""
+    model, ids = make_model(lambda: small_models.config(model_type, **sizes)), tokens()
+    experts = model.model.layers[1].mlp.experts
+    sides = [parameter.shape[-2:] for parameter in (experts.gate_up_proj, experts.down_proj)]
+    assert any(rows == columns for rows, columns in sides)
+    folder = save_adapter(model, tmp_path / "a", 1)
+    wanted = with_peft(model, folder)(ids).logits
+    moelora_hf.load_adapters(model, [folder])
+    got = model(ids, adapter_names=["a"] * len(ids)).logits
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(

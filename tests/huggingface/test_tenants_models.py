@@ -7,8 +7,6 @@ import torch
 from dialects import DIALECTS, draw, merge
 from hf_models import make_model, peft, tokens
 from quantized_folders import make_folder
-from small_models import make
-from small_models import tokens as small_tokens
 from torch.nn import functional as F
 
 import moelora.integrations.transformers as moelora_hf
@@ -90,7 +88,7 @@ def test_others_in_the_batch_change_no_bits():
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_adapters_of_any_dialect_train_on(tmp_path, dialect):
     """They start as what they are, learn, and are saved in PEFT's dialect."""
-    dialect, model, ids = DIALECTS[dialect], make("qwen3_moe"), small_tokens()
+    dialect, model, ids = DIALECTS[dialect], make_model("qwen3_moe"), tokens()
     drawn = draw(model, dialect.kind, seed=1, rank=3, embeddings=dialect.embeddings)
     folder = dialect.write(tmp_path / "theirs", drawn)
     ours, tenants = prepared(model, "all")

@@ -1,4 +1,4 @@
-"""`experts_implementation="moelora"` and mixed batches of adapters against transformers + PEFT."""
+"""Adapters of each row by `adapter_names` and `use_adapters`, and what is refused."""
 
 import copy
 
@@ -8,9 +8,7 @@ from hf_models import (
     MODELS,
     PLACES,
     ROWS,
-    assert_logits,
     make_model,
-    oracle,
     save_adapter,
     save_adapters,
     tokens,
@@ -24,41 +22,11 @@ import moelora.integrations.transformers as moelora_hf
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-@pytest.fixture(params=PLACES)
-def place(request):
-    """(device, dtype)"""
-    return request.param
-
-
-@pytest.fixture(params=MODELS)
-def model(request, place):
-    device, dtype = place
-    return make_model(request.param, dtype, device)
-
-
-def test_mixed_batch_is_what_peft_computes(model, tmp_path):
-    ids = tokens(length=16, device=model.device)
-    folders = save_adapters(model, tmp_path)
-    exact = copy.deepcopy(model).float()
-    wanted, base = oracle(exact, folders, ROWS, ids), exact(ids).logits
-    naive = oracle(model, folders, ROWS, ids)
-    pool = moelora_hf.load_adapters(model, folders)
-    assert pool.names() == ["a", "b", "c"]
-    assert pool.max_rank == 8
-    with moelora_hf.use_adapters(model, ROWS):
-        got = model(ids).logits
-    for i, row in enumerate(ROWS):
-        difference = (wanted[i] - base[i]).abs().max()
-        assert (difference > 0.1) == (row is not None), "an adapter must be seen in the logits"
-    assert_logits(got, wanted, naive)
-
-    # Rows without an adapter, and everything after the context, are the base model's bits.
-    plain = model(ids).logits
-    assert torch.equal(got[1], plain[1])
-
-
-def test_adapter_names(model, tmp_path):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", MODELS)
+def test_adapter_names(config, place, tmp_path):
     """PEFT's argument, for one pass and for generate."""
+    model = make_model(config, place[1], place[0])
     ids = tokens(length=4, device=model.device)
     folders = save_adapters(model, tmp_path)
     other = copy.deepcopy(model)
@@ -106,18 +74,14 @@ def test_misuse(tmp_path):
     with pytest.raises(RuntimeError, match="has no adapters; call load_adapters first"):
         with moelora_hf.use_adapters(model, ["a"]):
             pass
-    with pytest.raises(ValueError, match="wanted a mapping or a list of folders"):
-        moelora_hf.load_adapters(model, str(folder))
-    with pytest.raises(ValueError, match=r"called \['a', 'a'\], two the same"):
-        moelora_hf.load_adapters(model, [folder, folder])
-    with pytest.raises(ValueError, match="name is '__base__', which stands for no adapter"):
-        moelora_hf.load_adapters(model, {"__base__": folder})
-    with pytest.raises(ValueError, match="2 adapters do not fit into max_loras=1; pass host= for"):
-        moelora_hf.load_adapters(model, {"a": folder, "b": folder}, max_loras=1)
-    for wrong in (0, "8", True):
-        with pytest.raises(ValueError, match=f"max_loras is {wrong!r}, wanted an integer >= 1"):
-            moelora_hf.load_adapters(model, {"a": folder}, max_loras=wrong)
+    two = {"adapters": {"a": folder, "b": folder}}
     for wrong, why in (
+        ({"model": with_peft(model, folder)}, "is wrapped by PEFT"),
+        ({"adapters": str(folder)}, "wanted a mapping or a list of folders"),
+        ({"adapters": [folder, folder]}, r"called \['a', 'a'\], two the same"),
+        ({"adapters": {"__base__": folder}}, "name is '__base__', which stands for no adapter"),
+        ({**two, "max_loras": 1}, "2 adapters do not fit into max_loras=1; pass host= for"),
+        *(({"max_loras": n}, f"loras is {n!r}, wanted an integer >= 1") for n in (0, "8", True)),
         ({"adapters": None}, "adapters is 'None', wanted a mapping or a list of folders"),
         ({"adapters": [None]}, "adapters has None, wanted folders, or ids of the Hub"),
         ({"adapters": {"a": 3}}, "adapters has 3, wanted folders, or ids of the Hub"),
@@ -153,5 +117,3 @@ def test_misuse(tmp_path):
     odd = transformers.AutoModelForCausalLM.from_config(config("mixtral", hidden_act="gelu"))
     with pytest.raises(NotImplementedError, match="activation of its gate of MixtralExperts"):
         moelora_hf.load_adapters(odd, {"a": folder})
-    with pytest.raises(ValueError, match="is wrapped by PEFT"):
-        moelora_hf.load_adapters(with_peft(model, folder), {"a": folder})

@@ -5,7 +5,7 @@ import torch
 from adapter_cases import CONFIG, LAYERS, make_pool, wrapped
 from hf_models import PLACES, tokens
 from threads import run_threads
-from whole_models import make_whole_model, write_adapters
+from whole_models import make_whole_model, served, write_adapters
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import continuous
@@ -79,10 +79,8 @@ def test_requests_of_more_adapters_than_slots(churning):
 
 
 def test_rows_switch_to_a_new_version_in_their_next_pass(tmp_path):
-    model = make_whole_model("qwen3_moe", torch.float32, "cpu")
-    folders = write_adapters(model, tmp_path)
+    model, ids, folders = served(tmp_path, rows=1, length=5)
     pool = moelora_hf.load_adapters(model, folders, max_loras=len(folders) + 1, targets="all")
-    ids = tokens(rows=1, length=5)
     first, second = list(folders)[:2]
     old, new = (model(ids, adapter_names=[name]).logits for name in (first, second))
     with moelora_hf.use_adapters(model, [first]):

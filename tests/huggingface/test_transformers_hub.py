@@ -41,9 +41,8 @@ def test_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
     model = make_model("qwen3_moe")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="org/there-is-none is no folder, and not on the"):
-        moelora_hf.load_adapters(model, ["org/there-is-none"])
+    for load in (lambda name: moelora_hf.load_adapters(model, [name]), moelora_hf.load_quantized):
+        with pytest.raises(FileNotFoundError, match="org/none is no folder, and not on the"):
+            load("org/none")
     with pytest.raises(FileNotFoundError):
-        moelora_hf.load_adapters(model, [tmp_path / "there-is-none"])
-    with pytest.raises(FileNotFoundError, match="org/there-is-none is no folder, and not on the"):
-        moelora_hf.load_quantized("org/there-is-none")
+        moelora_hf.load_adapters(model, [tmp_path / "none"])

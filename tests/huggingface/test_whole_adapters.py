@@ -7,18 +7,10 @@ import pickle
 import pytest
 import torch
 import whole_adapters as example
-from hf_models import PLACES, TARGETS, one_layer, oracle, save_adapters, tokens, transformers
+from hf_models import PLACES, one_layer, tokens, transformers
 from small_models import MODELS
 from threads import elsewhere
-from whole_models import (
-    ROWS,
-    make_whole_model,
-    merged,
-    served,
-    wanted_logits,
-    write_adapter,
-    write_adapters,
-)
+from whole_models import ROWS, make_whole_model, merged, served, wanted_logits, write_adapter
 
 import moelora.integrations.transformers as moelora_hf
 from moelora.integrations.transformers import tokens as tokens_module
@@ -44,16 +36,20 @@ def assert_close(got, wanted, naive):
 
 
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
-@pytest.mark.parametrize("config", MODELS)
-def test_mixed_batch(config, place, tmp_path):
-    model, ids, folders = served(tmp_path, config, place, length=9)
+@pytest.mark.parametrize(("config", "length"), [*((c, 9) for c in MODELS), ("qwen3_moe", 150)])
+def test_mixed_batch(config, length, place, tmp_path, monkeypatch):
+    """Many tokens are sorted once, for all layers of the pass; few are grouped where loaded."""
+    model, ids, folders = served(tmp_path, config, place, length=length)
     exact = copy.deepcopy(model).float()
     wanted = wanted_logits(exact, folders, ROWS, ids)
     naive = wanted_logits(model, folders, ROWS, ids)
     base = exact(ids).logits
     pool = moelora_hf.load_adapters(model, folders)
     assert pool.names() == list(folders)
+    sorts, sort = [], tokens_module._sort
+    monkeypatch.setattr(tokens_module, "_sort", lambda *a: sorts.append(1) or sort(*a))
     got = model(ids, adapter_names=ROWS).logits
+    assert len(sorts) == (length > 100)
     for i, row in enumerate(ROWS):
         difference = (wanted[i] - base[i]).abs().max()
         assert (difference > 0.1) == (row is not None), "an adapter must be seen in the logits"
@@ -86,47 +82,7 @@ def test_sixteen_bits(config, place, tmp_path):
     assert torch.equal(base[1:], model(ids).logits[1:])
 
 
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
-@pytest.mark.parametrize("config", ["mixtral", "qwen3_5_moe_text"])
-def test_adapters_of_peft(config, place, tmp_path):
-    """Folders that PEFT writes, of what PEFT gets right: one adapter, unmerged."""
-    model = make_whole_model(config, place[1], place[0])
-    ids = tokens(length=9, device=model.device)
-    options = {
-        "a": {"target_modules": ["q_proj", "o_proj", "lm_head"]},
-        "b": {"target_modules": "all-linear", "r": 6, "use_rslora": True},
-        "c": {
-            "target_modules": ["embed_tokens", "v_proj"],
-            "target_parameters": [*TARGETS, "mlp.gate.weight"],
-            "rank_pattern": {"v_proj": 2},
-        },
-    }
-    folders = save_adapters(model, tmp_path, options)
-    rows = ["c", None, "a", "b", "c"]
-    exact = copy.deepcopy(model).float()
-    wanted, naive = (oracle(m, folders, rows, ids) for m in (exact, model))
-    moelora_hf.load_adapters(model, folders)
-    assert_close(model(ids, adapter_names=rows).logits, wanted, naive)
-
-
 # ---- batches and calls of other shapes ----
-
-
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
-def test_many_tokens(place, tmp_path):
-    """More than are grouped where they are loaded: sorted once, for all layers of the pass."""
-    model, ids, folders = served(tmp_path, place=place, length=150)
-    exact = copy.deepcopy(model).float()
-    wanted, naive = (wanted_logits(m, folders, ROWS, ids) for m in (exact, model))
-    sorts = []
-    with pytest.MonkeyPatch.context() as patch:
-        sort = tokens_module._sort
-        patch.setattr(tokens_module, "_sort", lambda *a: sorts.append(1) or sort(*a))
-        moelora_hf.load_adapters(model, folders)
-        got = model(ids, adapter_names=ROWS).logits
-        assert sorts == [1]
-    assert_close(got, wanted, naive)
-    assert torch.equal(got[1], model(ids).logits[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}])
@@ -151,12 +107,10 @@ def test_generate(options, tmp_path):
 
 def test_assisted_generation(tmp_path):
     """A draft model without adapters proposes, the model with its adapter decides."""
-    model, draft = make_whole_model("qwen3_moe"), make_whole_model("qwen3_moe")
-    folder = write_adapters(model, tmp_path)["all"]
-    ids = tokens(rows=1, length=6)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    wanted = merged(model, folder).generate(ids, **options)
-    moelora_hf.load_adapters(model, {"all": folder})
+    model, ids, folders = served(tmp_path, rows=1, length=6)
+    draft, options = copy.deepcopy(model), {"max_new_tokens": 8, "do_sample": False}
+    wanted = merged(model, folders["all"]).generate(ids, **options)
+    moelora_hf.load_adapters(model, folders)
     got = model.generate(ids, adapter_names=["all"], assistant_model=draft, **options)
     assert torch.equal(got, wanted)
     assert not torch.equal(wanted, draft.generate(ids, **options))
@@ -181,10 +135,9 @@ def test_tokens_of_unknown_rows_are_refused(tmp_path):
 def test_compile(tmp_path):
     """Without a graph break, routers included, and adapters change without compiling again."""
     torch.compiler.reset()
-    model = make_whole_model(one_layer("mixtral"))
-    ids = tokens()
+    model, ids, folders = served(tmp_path, one_layer("mixtral"))
     base = model(ids).logits
-    moelora_hf.load_adapters(model, write_adapters(model, tmp_path))
+    moelora_hf.load_adapters(model, folders)
     graphs, compiled_once = [], 0
 
     def backend(graph, _):
@@ -204,11 +157,9 @@ def test_compile(tmp_path):
 
 
 def test_copies_have_no_adapters_and_unloaded_models_no_traces(tmp_path):
-    model = make_whole_model("qwen3_moe")
-    ids = tokens()
+    model, ids, folders = served(tmp_path)
     base = model(ids).logits
     hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
-    folders = write_adapters(model, tmp_path)
     moelora_hf.load_adapters(model, folders)
     wanted = model(ids, adapter_names=ROWS).logits
     plain = model(ids).logits
