@@ -26,6 +26,8 @@ from checks import largest_allocation
 
 from moelora.adapters import AdapterPool, peek
 
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
 # ---- forms ----
 
 
@@ -37,25 +39,18 @@ def test_shared_outer(tmp_path, names, dims, shared_pool, slices):
     torch.manual_seed(1)
     state, delta = {}, {}
     for name, projection in names.items():
-        if projection == "gate_up":
-            continue
         wide, tall = SIZES[projection]
-        key = f"base_model.model.model.layers.0.mlp.experts.{name}"
-        a, b = rand(E, 4, wide), rand(E, tall, 4)
-        if projection == "down":
-            b = b[:1]
-        else:
-            a = a[:1]
+        of_a, of_b = (E, 1) if projection == "down" else (1, E)
+        a, b = rand(of_a, 4, wide), rand(of_b, tall, 4)
         delta[projection] = b.expand(E, -1, -1) @ a.expand(E, -1, -1)
         for side, factor in (("A", a), ("B", b)):
-            if factor.size(0) == 1:
-                state[f"{key}.lora_{side}.weight"] = factor[0] if dims == 2 else factor
-            elif dims == 3:
-                state[f"{key}.lora_{side}.weight"] = factor
+            key = f"{name}.lora_{side}.weight"
+            if dims == 3:
+                state[f"{EXPERTS}.{key}"] = factor
+            elif factor.size(0) == 1:
+                state[f"{EXPERTS}.{key}"] = factor[0]
             else:
-                for e in range(E):
-                    inner = key.replace(f".{name}", f".{e}.{name}")
-                    state[f"{inner}.lora_{side}.weight"] = factor[e]
+                state |= {f"{EXPERTS}.{e}.{key}": factor[e] for e in range(E)}
     folder = write(tmp_path / "a", state)
     assert peek(folder, LAYERS).shared_outer
     pool = make_pool(shared_outer=shared_pool, w13_slices=slices)
@@ -122,10 +117,9 @@ def test_rank_and_alpha_patterns_of_experts(names, block):
 def test_scaling_of_experts_with_shared_b():
     """Where B is shared the scaling of one expert can only go into its A."""
     torch.manual_seed(0)
-    key = "model.layers.0.mlp.experts"
     a, b = rand(E, 4, N), rand(K, 4)
-    state = {f"{key}.{e}.down_proj.lora_A.weight": a[e] for e in range(E)}
-    state[f"{key}.down_proj.lora_B.weight"] = b
+    state = {f"{EXPERTS}.{e}.down_proj.lora_A.weight": a[e] for e in range(E)}
+    state[f"{EXPERTS}.down_proj.lora_B.weight"] = b
     pool = make_pool(shared_outer=True)
     pool.add("a", state, config=CONFIG | {"alpha_pattern": {r"2\.down_proj": 80}})
     delta = b @ a
@@ -134,9 +128,8 @@ def test_scaling_of_experts_with_shared_b():
 
 
 def test_ranks_of_a_and_b_differ():
-    key = "model.layers.0.mlp.experts"
-    state = {f"{key}.{e}.up_proj.lora_B.weight": rand(N, 2) for e in range(E)}
-    state[f"{key}.up_proj.lora_A.weight"] = rand(4, K)
+    state = {f"{EXPERTS}.{e}.up_proj.lora_B.weight": rand(N, 2) for e in range(E)}
+    state[f"{EXPERTS}.up_proj.lora_A.weight"] = rand(4, K)
     config = CONFIG | {"rank_pattern": {r"\d\.up_proj": 2}}
     with pytest.raises(ValueError, match=r"experts\.up_proj\.lora_A\.weight has rank 4, .* rank 2"):
         make_pool().add("a", state, config=config)
@@ -148,7 +141,7 @@ def test_dtype_of_the_pool(dtype):
     pool = make_pool(dtype=dtype)
     pool.add("a", state, config=CONFIG)
     stacks = pool.layer(LAYERS[0].name)
-    a = state["base_model.model.model.layers.0.mlp.experts.lora_A.weight"]
+    a = state[f"{EXPERTS}.lora_A.weight"]
     assert torch.equal(stacks["w2_lora_a"][0, :, :4], a.view(E, 4, N).to(dtype))
     assert float(pool.lora_scalings[0]) == 2.0  # kept apart from the factors when there is one
 
@@ -156,7 +149,6 @@ def test_dtype_of_the_pool(dtype):
 # ---- what is refused ----
 
 
-EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 B, ROW = f"{EXPERTS}.lora_B.weight", torch.tensor([0])
 WRONG = [  # tensors of a checkpoint by name, or functions of B; None removes one
     ({f"{EXPERTS}.lora_magnitude_vector": rand(K)}, "lora_magnitude_vector is not a LoRA factor"),
@@ -259,7 +251,7 @@ def test_broken_folders(tmp_path):
 
 def one_large_expert(rank):
     """Factors of one expert, which padding would repeat for all of them."""
-    key = f"base_model.model.{LAYERS[0].name}.1.down_proj"
+    key = f"{EXPERTS}.1.down_proj"
     state = {f"{key}.lora_A.weight": rand(rank, N), f"{key}.lora_B.weight": rand(K, rank)}
     return state, CONFIG | {"r": rank}
 
@@ -281,7 +273,7 @@ def test_ranks_side_by_side_are_refused_before_they_are_joined():
     wide = AdapterPool(LAYERS, 1, 2000, dtype=torch.float32, w13_slices=1)
     state = {}
     for name in ("gate_proj", "up_proj"):
-        key = f"base_model.model.{LAYERS[0].name}.{name}"
+        key = f"{EXPERTS}.{name}"
         state |= {f"{key}.lora_A.weight": rand(1500, K), f"{key}.lora_B.weight": rand(N, 1500)}
     with (
         largest_allocation() as largest,

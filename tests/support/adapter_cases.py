@@ -13,7 +13,7 @@ E, K, N = 4, 16, 24
 LAYERS = [MoELayer(f"model.layers.{n}.mlp.experts", E, K, N) for n in range(2)]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 SIZES = {"gate": (K, N), "up": (K, N), "down": (N, K), "gate_up": (K, 2 * N)}
-WIDE = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+WIDE = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -26,8 +26,6 @@ def per_expert(layer=0, names=WIDE, r=4, block="mlp", seed=0):
     torch.manual_seed(seed)
     state, delta = {}, {}
     for name, projection in names.items():
-        if projection == "gate_up":
-            continue
         wide, tall = SIZES[projection]
         delta[projection] = []
         for e in range(E):
