@@ -267,7 +267,7 @@ def test_nothing_is_written_for_wrong_arguments(ask, tmp_path, capsys):
         assert ask("peft", "--per-expert", *words)[0] == 2
     assert ask("peft", "--force")[0] == 2
     before = (tmp_path / "a" / "adapter_config.json").read_text()
-    change = renamed(("layers.0", "layers.7"))
+    change = renamed("layers.0", "layers.7")
     assert ask("peft", "--per-expert", str(tmp_path / "out"), change=change)[0] == 1
     assert (tmp_path / "a" / "adapter_config.json").read_text() == before
     assert not (tmp_path / "out").exists()
@@ -337,21 +337,21 @@ def without(name):
     ("change", "problem"),
     [
         (
-            renamed(("layers.0", "layers.7")),
+            renamed("layers.0", "layers.7"),
             "layers.7.mlp.down_proj.lora_A.weight is not a LoRA factor of a layer of this model: "
             "it is of layer 7, and the model has layers 0 to 1 (layers of multi-token prediction,",
         ),
         (
-            renamed(("model.model.layers.0", "model.mtp.layers.0")),
+            renamed("model.model.layers.0", "model.mtp.layers.0"),
             "it is of a layer of multi-token prediction (MTP), which transformers does not load; "
             "take these factors out of the adapter, or train without (exclude_modules)",
         ),
         (
-            renamed(("model.model.layers.0.mlp", "model.model.visual.blocks.0.mlp")),
+            renamed("model.model.layers.0.mlp", "model.model.visual.blocks.0.mlp"),
             "it is of a vision or audio tower, where no adapters are served; take these factors",
         ),
         (
-            renamed(("experts.5.", "experts.7.")),
+            renamed("experts.5.", "experts.7."),
             "expert 7 of 6 experts; the adapter is of 8 experts, the model has 6: serve it with "
             "the model that it was trained on, not one with fewer experts (pruned)",
         ),

@@ -15,14 +15,14 @@ from moelora.integrations.transformers import tiny
 
 @pytest.fixture
 def ask(tmp_path, capsys):
-    """Runs the command on an adapter whose tensors are renamed, by a function or by pairs of
-    pattern and replacement, or changed; (exit status, what it says)."""
+    """Runs the command on an adapter whose tensors and options are changed; (exit status, what it
+    says)."""
 
-    def run(model_type, dialect, *words, rename=(), change=None, **options):
+    def run(model_type, dialect, *words, change=None, **options):
         dialect = DIALECTS[dialect]
         drawn = draw(make(model_type), dialect.kind)
         folder = dialect.write(tmp_path / "a", drawn)
-        rewrite(folder, change or renamed(*rename), **options)
+        rewrite(folder, change, **options)
         config(model_type).save_pretrained(tmp_path / "model")
         status = main(["doctor", "--lora", str(folder), "--model", str(tmp_path / "model"), *words])
         return status, capsys.readouterr().out
@@ -51,9 +51,9 @@ def test_an_adapter_that_an_engine_uses(ask, engine, model_type, dialect):
 
 # Public reports of adapters that were served as the base model, rebuilt: the model, the dialect,
 # what names became, what an engine makes of them, and words of the reason.
-IN_A_BLOCK = [(r"\.experts\.", ".moe.experts.")]
-IN_A_PART = [(r"\.model\.layers\.", ".model.language_model.layers.")]
-MISSPELT = [(r"layers\.1\.mlp\.experts\.base_layer", "layers.1.mlp.expert.base_layer")]
+IN_A_BLOCK = renamed(r"\.experts\.", ".moe.experts.")
+IN_A_PART = renamed(r"\.model\.layers\.", ".model.language_model.layers.")
+MISSPELT = renamed(r"layers\.1\.mlp\.experts\.base_layer", "layers.1.mlp.expert.base_layer")
 REPORTS = {
     # Gemma-4: an adapter's names have a part that no module of the release has
     "vllm#41754": (
@@ -70,7 +70,7 @@ REPORTS = {
         "per-expert OUT writes one pair per expert",
     ),
     # stacks of experts for a model that has them one by one
-    "unsloth-zoo#1250": ("qwen3_moe", "peft", [], "refused", "keeps the experts of qwen3_moe one"),
+    "unsloth-zoo#1250": ("qwen3_moe", "peft", None, "refused", "keeps the experts of qwen3_moe"),
     # stacks are served where the engine has stacks, so that each name has to be looked up
     "unsloth-zoo#1267": (
         *("qwen3_5_moe_text", "peft", MISSPELT, "ignored"),
@@ -81,8 +81,8 @@ REPORTS = {
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_reports_of_adapters_that_change_nothing(ask, report):
-    model_type, dialect, rename, what, why = REPORTS[report]
-    status, text = ask(model_type, dialect, "--engine", "vllm", rename=rename)
+    model_type, dialect, change, what, why = REPORTS[report]
+    status, text = ask(model_type, dialect, "--engine", "vllm", change=change)
     assert status == 1
     lines = [line for line in text.splitlines() if line.startswith(f"  {what}: ")]
     assert any(why in line for line in lines), text
@@ -116,31 +116,32 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
 
 
 @pytest.mark.parametrize(
-    ("engine", "options", "status", "says"),
+    ("engine", "change", "status", "says"),
     [
-        ("vllm", {"change": exchanged}, 1, "misread: .*A and B are exchanged"),
-        ("sglang", {"change": exchanged}, 1, "misread: .*A and B are exchanged"),
-        ("vllm", {"rename": [("base_model.model.", "base_model.model._orig_mod.")]}, 1, "ignored"),
-        ("vllm", {"rename": [("lora_A.weight", "lora_A.default.weight")]}, 1, "refused"),
-        ("vllm", {"rename": [(r"layers\.1", "layers.7")]}, 1, "ignored: .*layers.7"),
-        ("vllm", {"rename": [("o_proj", "wo")]}, 1, "refused: .*self_attn.wo"),
-        ("vllm", {"rename": [(r"experts\.3\.up", "experts.3.uq")]}, 1, "no factors of 3.up"),
-        ("vllm", {"rename": [("model.model.layers", "model.model.visual.layers")]}, 1, "a tower"),
-        ("sglang", {"rename": [(r"layers\.1", "layers.7")]}, 1, "has layers 0 to 1"),
-        ("sglang", {"rename": [(r"\.layers\.", ".blocks.")]}, 1, "ignored: .*no number of a layer"),
-        ("sglang", {"rename": [("self_attn", "tower")]}, 1, "misread: .*SGLang adds it to"),
-        ("sglang", {"rename": [(r"experts\.3", "experts.9")]}, 1, "has experts 0 to 5"),
+        ("vllm", exchanged, 1, "misread: .*A and B are exchanged"),
+        ("sglang", exchanged, 1, "misread: .*A and B are exchanged"),
+        ("vllm", renamed("base_model.model.", "base_model.model._orig_mod."), 1, "ignored"),
+        ("vllm", renamed("lora_A.weight", "lora_A.default.weight"), 1, "refused"),
+        ("vllm", renamed(r"layers\.1", "layers.7"), 1, "ignored: .*layers.7"),
+        ("vllm", renamed("o_proj", "wo"), 1, "refused: .*self_attn.wo"),
+        ("vllm", renamed(r"experts\.3\.up", "experts.3.uq"), 1, "no factors of 3.up"),
+        ("vllm", renamed("model.model.layers", "model.model.visual.layers"), 1, "a tower"),
+        ("sglang", renamed(r"layers\.1", "layers.7"), 1, "has layers 0 to 1"),
+        ("sglang", renamed(r"\.layers\.", ".blocks."), 1, "ignored: .*no number of a layer"),
+        ("sglang", renamed("self_attn", "tower"), 1, "misread: .*SGLang adds it to"),
+        ("sglang", renamed(r"experts\.3", "experts.9"), 1, "has experts 0 to 5"),
         ("sglang", {"target_modules": PROJECTIONS}, 1, "both gate_up and down"),
-        ("vllm", {"change": zero("o_proj.lora_B")}, 0, r"1.self_attn.o_proj does not: lora_B is z"),
-        ("vllm", {"change": zero("o_proj.lora_A")}, 0, r"o_proj does not: lora_A is zero"),
-        ("vllm", {"change": disjoint}, 0, r"o_proj does not: no rank has both factors"),
-        ("vllm", {"change": zero("lora_B")}, 1, "0 of 14 layers differ"),
-        ("vllm", {"change": zero("experts")}, 0, "1.mlp.experts .*: down: .* zero; gate: .*; up: "),
+        ("vllm", zero("o_proj.lora_B"), 0, r"1.self_attn.o_proj does not: lora_B is z"),
+        ("vllm", zero("o_proj.lora_A"), 0, r"o_proj does not: lora_A is zero"),
+        ("vllm", disjoint, 0, r"o_proj does not: no rank has both factors"),
+        ("vllm", zero("lora_B"), 1, "0 of 14 layers differ"),
+        ("vllm", zero("experts"), 0, "1.mlp.experts .*: down: .* zero; gate: .*; up: "),
     ],
 )
-def test_what_is_said_of_an_adapter(ask, engine, options, status, says):
-    options = {"dialect": "per-expert", **options}
-    got, text = ask("qwen3_moe", options.pop("dialect"), "--engine", engine, **options)
+def test_what_is_said_of_an_adapter(ask, engine, change, status, says):
+    """`change`: of its tensors, or other options."""
+    options = change if isinstance(change, dict) else {"change": change}
+    got, text = ask("qwen3_moe", "per-expert", "--engine", engine, **options)
     assert re.search(says, text), text
     assert got == status
 

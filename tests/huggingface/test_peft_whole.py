@@ -1,11 +1,10 @@
 """Attached PEFT models whose adapters are not of experts alone: mixed batches, and lost factors."""
 
 import copy
-import json
-import shutil
 
 import pytest
 import torch
+from dialects import renamed, rewrite
 from hf_models import (
     TARGETS,
     make_model,
@@ -16,10 +15,10 @@ from hf_models import (
     save_adapters,
     tokens,
 )
-from safetensors.torch import load_file, save_file
 from whole_models import make_whole_model, write_adapter
 
 import moelora.integrations.peft as moelora_peft
+import moelora.integrations.transformers as moelora_hf
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -38,23 +37,25 @@ def test_shared_experts_and_routers(config, tmp_path):
     ids = tokens()
     options = {
         "a": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
-        "b": {"target_modules": ["o_proj", "down_proj"], "r": 6, "use_rslora": True},
+        "b": {"target_modules": "all-linear", "r": 6, "use_rslora": True},
+        "c": {"target_modules": ["embed_tokens", "v_proj"], "rank_pattern": {"v_proj": 2}},
     }
     folders = save_adapters(model, tmp_path, options, target_parameters=[*TARGETS, ROUTER])
-    rows = ["a", None, "b", "a", "b"]
+    rows = ["a", None, "b", "a", "c"]
     names = [row or "__base__" for row in rows]
     wanted = oracle(model, folders, rows, ids)
-    base = copy.deepcopy(model)
+    served = copy.deepcopy(model)
+    moelora_hf.load_adapters(served, folders)
     model = peft_of(model, folders)
     moelora_peft.attach(model)
-    got = model(ids, adapter_names=names).logits
-    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
-    base.set_experts_implementation("moelora")
-    assert torch.equal(got[1], base(ids).logits[1]), "base rows keep their bits"
+    for each in (served, model):
+        got = each(ids, adapter_names=names).logits
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(got[1], served(ids).logits[1]), "base rows keep their bits"
 
     options = {"input_ids": ids, "max_new_tokens": 4, "do_sample": False, "num_beams": 2}
     text = model.generate(adapter_names=names, **options)
-    for name in ("a", "b"):
+    for name in "abc":
         model.set_adapter(name)
         alone = model.generate(**options)
         chosen = [i for i, row in enumerate(rows) if row == name]
@@ -105,22 +106,11 @@ def test_dropped_factors(tmp_path):
     assert not hasattr(model.get_base_model(), "_moelora")
 
 
-def changed(folder, to, keys=lambda key: key, **config):
-    """A copy of an adapter with other keys or options."""
-    shutil.copytree(folder, to)
-    state = load_file(folder / "adapter_model.safetensors")
-    save_file({keys(k): v for k, v in state.items()}, to / "adapter_model.safetensors")
-    old = json.loads((folder / "adapter_config.json").read_text())
-    (to / "adapter_config.json").write_text(json.dumps(old | config))
-    return to
-
-
 @pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
 def test_factors_that_peft_does_not_find(how, tmp_path):
     model = make_model("mixtral")
-    plain = save_adapter(model, tmp_path / "plain", 1, target_modules=["o_proj"])
-    names = lambda key: key.replace("self_attn", "self_attn._orig_mod")  # noqa: E731
-    compiled = changed(plain, tmp_path / "compiled", names)
+    compiled = save_adapter(model, tmp_path / "compiled", 1, target_modules=["o_proj"])
+    rewrite(compiled, renamed("self_attn", "self_attn._orig_mod"))
     if how == "PeftModel":
         model = peft_of(model, {"a": compiled})
     else:
@@ -133,7 +123,7 @@ def test_factors_that_peft_does_not_find(how, tmp_path):
 def test_another_order_of_columns(tmp_path):
     model = make_model("mixtral")
     plain = save_adapter(model, tmp_path / "plain", 1)
-    marked = changed(plain, tmp_path / "marked", lora_B_layout="grouped_by_expert")
+    marked = rewrite(save_adapter(model, tmp_path / "marked", 1), lora_B_layout="grouped_by_expert")
     model = peft_of(model, {"plain": plain})
     moelora_peft.attach(model, max_loras=2)
     model.load_adapter(marked, adapter_name="marked")  # is looked at when it is used

@@ -241,15 +241,9 @@ def rewrite(folder, change=None, **options):
     return folder
 
 
-def renamed(*pairs):
-    """For `rewrite`: keys after these replacements of regular expressions."""
-
-    def change(state):
-        for pattern, replacement in pairs:
-            state = {re.sub(pattern, replacement, key): t for key, t in state.items()}
-        return state
-
-    return change
+def renamed(pattern, replacement):
+    """For `rewrite`: keys in which a regular expression is replaced."""
+    return lambda state: {re.sub(pattern, replacement, key): t for key, t in state.items()}
 
 
 def shards(folder, ending=".safetensors", with_index=True):
