@@ -22,6 +22,8 @@ OPTIONS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "autocast": {"bf16": True},
+    "sft": {"kind": "SFTTrainer"},
+    "sft checkpointing": {"kind": "SFTTrainer", "gradient_checkpointing": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2},
 }
 
@@ -31,16 +33,23 @@ def losses(trained):
     return torch.tensor([v for e in logs for k, v in e.items() if k in ("loss", "eval_loss")])
 
 
+def trained(*arguments, **options):
+    """Attached, then with PEFT alone."""
+    for ours in (True, False):
+        each = trainer(ours, *arguments, **options)
+        each.train()
+        yield each
+
+
 SLOW = [pytest.param("compiled", marks=pytest.mark.slow)]  # in CI: test_peft_training.py
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "compiled"] + SLOW)
 def test_trainer_learns_as_with_peft_alone(tmp_path, name):
-    options, found = OPTIONS[name], []
-    for ours in (True, False):
-        each = trainer(ours, tmp_path, **options)
-        each.train()
-        found.append(losses(each))
+    options = OPTIONS[name]
+    if "kind" in options:
+        pytest.importorskip("trl")
+    found = map(losses, trained(tmp_path, **options))
     tolerance = 5e-3 if options.get("bf16") else 1e-4  # near-ties of routers in bfloat16
     torch.testing.assert_close(*found, rtol=0, atol=tolerance)
 
@@ -86,24 +95,11 @@ def test_generate_between_steps(tmp_path):
 # ---- TRL ----
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_sft_trainer_learns_as_with_peft_alone(tmp_path, checkpointing):
-    pytest.importorskip("trl")
-    found = []
-    for ours in (True, False):
-        each = trainer(ours, tmp_path, "SFTTrainer", gradient_checkpointing=checkpointing)
-        each.train()
-        found.append(losses(each))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
-
-
 def test_grpo_trainer_learns_as_with_peft_alone(tmp_path):
     """It samples from the model that it trains."""
     pytest.importorskip("trl")
     found = []
-    for ours in (True, False):
-        each = trainer(ours, tmp_path, "GRPOTrainer", max_steps=2)
-        each.train()
+    for each in trained(tmp_path, "GRPOTrainer", max_steps=2):
         logs = [e for e in each.state.log_history if "reward" in e]
         found.append(torch.tensor([[e["reward"], e["grad_norm"]] for e in logs]))
     assert found[1].shape == (2, 2) and found[1][0, 1] > 0
