@@ -8,7 +8,7 @@ import pytest
 import quantized
 import quantized_folders
 import torch
-from folder_cases import IDS, LAYER, change_quantization
+from folder_cases import IDS, LAYER, change_quantization, stacks
 from hf_models import assert_logits, transformers
 from quantized_folders import make_adapters, make_folder
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 E4M3 = torch.float8_e4m3fn
 KEPT = ["lm_head", "model.layers.*.self_attn", "mlp.gate"]
-OWN = ("gate_up_proj", "down_proj")
 # Blocks of gate and up joined must be whole: transformers gives their scales no more room.
 SIZES = {"blocks_of_64": (64, 192), "blocks_of_128": (128, 256)}
 
@@ -62,11 +61,6 @@ def load(folder, **options):
     return model
 
 
-def packed(model):
-    for module, _ in moelora_hf.moe_layers(model).values():
-        yield from (getattr(module, own).weights for own in OWN)
-
-
 @pytest.mark.parametrize("activations", [None, "native"])
 def test_enable(made, activations):
     """As `load_quantized` of the same folder, bit by bit, and as the weights dequantized."""
@@ -75,10 +69,10 @@ def test_enable(made, activations):
     moelora_hf.enable(model, activations=activations)
     got = model(IDS).logits
     other = moelora_hf.load_quantized(folder, attn_implementation="eager", activations=activations)
-    for ours, theirs in zip(packed(model), packed(other), strict=True):
-        assert torch.equal(ours.data, theirs.data)
-        assert ours.layout == theirs.layout
-        assert ours.x_format == (activations or "group")
+    for ours, theirs in zip(stacks(model).values(), stacks(other).values(), strict=True):
+        assert torch.equal(ours.weights.data, theirs.weights.data)
+        assert ours.weights.layout == theirs.weights.layout
+        assert ours.weights.x_format == (activations or "group")
     assert torch.equal(got, other(IDS).logits)
     wanted, naive = exact(IDS).logits, quantized.in_bfloat16(exact)(IDS).logits
     if activations == "native":
@@ -128,8 +122,7 @@ def test_adapters_in_a_mixed_batch(made, tmp_path):
 
 def test_a_layer_loses_its_parameters_before_the_next_is_packed(made, monkeypatch):
     model = load(made[0])
-    layers = moelora_hf.moe_layers(model)
-    parameters = [weakref.ref(getattr(m, own)) for m, _ in layers.values() for own in OWN]
+    parameters = [weakref.ref(parameter) for parameter in stacks(model).values()]
     pack, seen = moelora.QuantizedWeights.from_fp8_block, []
 
     def counted(*args, **kwargs):
@@ -260,20 +253,18 @@ def test_one_scale_for_each_weight(scheme):
     meant = {}
     for name, (module, _) in moelora_hf.moe_layers(model).items():
         module.to_empty(device="cpu")
-        for own in OWN:
+        for own in ("gate_up_proj", "down_proj"):
             weight, scales = getattr(module, own), getattr(module, f"{own}_scale_inv")
             weight.copy_((0.2 * torch.randn(weight.shape)).to(E4M3))
             scales.copy_(torch.rand(scales.shape) + 0.5)
             rows = scales.bfloat16().float().repeat_interleave(weight.size(1) // scales.size(1), 1)
-            meant[name, own] = (weight.float() * rows).bfloat16()
+            meant[f"{name}.{own}"] = (weight.float() * rows).bfloat16()
             if scheme == "static":
                 getattr(module, f"{own}_activation_scale").copy_(torch.linspace(0.01, 0.02, 8))
     moelora_hf.enable(model)
-    for name, (module, _) in moelora_hf.moe_layers(model).items():
-        for own in OWN:
-            weights = getattr(module, own).weights
-            assert torch.equal(weights.unpack(), meant[name, own])
-            assert weights.x_format == ("token" if scheme == "dynamic" else "static")
-            if scheme == "static":
-                assert weights.x_scale == torch.tensor(0.02).item(), "the largest"
+    for name, stack in stacks(model).items():
+        assert torch.equal(stack.weights.unpack(), meant[name])
+        assert stack.weights.x_format == ("token" if scheme == "dynamic" else "static")
+        if scheme == "static":
+            assert stack.weights.x_scale == torch.tensor(0.02).item(), "the largest"
     assert torch.isfinite(model(IDS).logits).all()

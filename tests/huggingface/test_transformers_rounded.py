@@ -3,7 +3,7 @@
 import folder_cases
 import pytest
 import torch
-from folder_cases import IDS, TENSORS, change_json, make, refused
+from folder_cases import IDS, LAYER, TENSORS, change_json, make, refused, stacks
 from hf_models import transformers
 from safetensors.torch import save_file
 
@@ -27,13 +27,11 @@ def plain(folder, kind):
 
 
 def assert_rounded(loaded, model, rounding):
-    layers = moelora_hf.moe_layers(model)
-    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
-        for own in ("gate_up_proj", "down_proj"):
-            dense = getattr(layers[name][0], own)
-            dense = dense.transpose(1, 2) if module.is_transposed else dense
-            expected = moelora.QuantizedWeights.from_dense(dense, rounding).unpack()
-            assert torch.equal(getattr(module, own).weights.unpack(), expected)
+    packed, is_transposed = stacks(loaded), loaded.get_submodule(LAYER).is_transposed
+    for name, dense in stacks(model).items():
+        dense = dense.transpose(1, 2) if is_transposed else dense
+        expected = moelora.QuantizedWeights.from_dense(dense, rounding).unpack()
+        assert torch.equal(packed[name].weights.unpack(), expected)
     assert loaded(IDS).logits.isfinite().all()
 
 
@@ -142,10 +140,9 @@ def stacked(folder, kind, **options):
 def test_stacks_that_bitsandbytes_has_replaced(tmp_path, compress_statistics):
     model = stacked(tmp_path, "qwen3_moe", compress_statistics=compress_statistics)
     loaded = moelora_hf.load_quantized(tmp_path)
-    layers = moelora_hf.moe_layers(model)
-    for name, (module, _) in moelora_hf.moe_layers(loaded).items():
-        for own in ("gate_up_proj", "down_proj"):
-            assert torch.equal(getattr(module, own).weights.unpack(), getattr(layers[name][0], own))
+    packed = stacks(loaded)
+    for name, replaced in stacks(model).items():
+        assert torch.equal(packed[name].weights.unpack(), replaced)
     assert loaded(IDS).logits.isfinite().all()
 
 

@@ -372,19 +372,25 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError, **o
     return str(raised.value)
 
 
+def stacks(model) -> dict:
+    """Experts' weights of all layers by name."""
+    layers = moelora_hf.moe_layers(model).items()
+    owns = ("gate_up_proj", "down_proj")
+    return {f"{name}.{own}": getattr(module, own) for name, (module, _) in layers for own in owns}
+
+
 def assert_weights(model, exact) -> None:
     """Dense layers bit for bit; experts but for the scale's rounding, then the product's."""
     wanted = exact.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, wanted.pop(name).bfloat16()), name
-    for name, (module, _) in moelora_hf.moe_layers(model).items():
-        for own in ("gate_up_proj", "down_proj"):
-            if own in module._parameters:  # dequantized, compared above
-                continue
-            weights, meant = getattr(module, own).weights, wanted.pop(f"{name}.{own}")
-            meant = meant.transpose(1, 2) if module.is_transposed else meant
-            rtol = 0 if weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
-            torch.testing.assert_close(weights.unpack().float(), meant, rtol=rtol, atol=0)
+    is_transposed = model.get_submodule(LAYER).is_transposed
+    for name, stack in stacks(model).items():
+        if not isinstance(stack, torch.nn.Parameter):  # else dequantized, compared above
+            meant = wanted.pop(name)
+            meant = meant.transpose(1, 2) if is_transposed else meant
+            rtol = 0 if stack.weights.format == "mxfp4" else 2.05 * quantized.BFLOAT16
+            torch.testing.assert_close(stack.weights.unpack().float(), meant, rtol=rtol, atol=0)
     assert not [name for name in wanted if "rotary" not in name and "e_score" not in name]
 
 
