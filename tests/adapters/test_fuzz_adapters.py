@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import struct
-import tempfile
-from pathlib import Path
 
 import adapter_cases
 import pytest
@@ -55,12 +53,6 @@ def pool():
     return pool
 
 
-@pytest.fixture
-def folder():
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
-
-
 def write(folder, state):
     shutil.rmtree(folder, ignore_errors=True)
     return adapter_cases.write(folder, {k: v.contiguous() for k, v in state.items()}, CONFIG)
@@ -86,8 +78,8 @@ def add_and_check(pool, source, **kwargs):
     return True
 
 
-def test_the_undamaged_adapter_is_taken(pool, folder):
-    assert add_and_check(pool, write(folder / "a", valid_state()))
+def test_the_undamaged_adapter_is_taken(pool, tmp_path):
+    assert add_and_check(pool, write(tmp_path / "a", valid_state()))
     assert add_and_check(pool, valid_state(), config=CONFIG)
 
 
@@ -96,12 +88,12 @@ def test_the_undamaged_adapter_is_taken(pool, folder):
 
 @fuzz
 @given(data=st.data(), of_torch=st.booleans())
-def test_damaged_bytes(pool, folder, data, of_torch):
+def test_damaged_bytes(pool, tmp_path, data, of_torch):
     """Bytes of a file overwritten, cut off, or appended, at random or where they tell the most.
 
     That is safetensors' header and its length field, and the pickle and directory of an archive.
     """
-    path = write(folder / "a", valid_state()) / "adapter_model.safetensors"
+    path = write(tmp_path / "a", valid_state()) / "adapter_model.safetensors"
     if of_torch:
         path.unlink()
         path = path.with_suffix(".bin")
@@ -127,10 +119,10 @@ def test_damaged_bytes(pool, folder, data, of_torch):
         for at in data.draw(st.lists(st.integers(start, end - 1), min_size=1, max_size=6)):
             content[at] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
-    taken = add_and_check(pool, folder / "a")
+    taken = add_and_check(pool, tmp_path / "a")
     assert not taken or kind not in ("length", "cut", "append")
     with contextlib.suppress(*CLEAR):
-        peek(folder / "a", LAYERS, LINEARS)
+        peek(tmp_path / "a", LAYERS, LINEARS)
 
 
 PATTERNS = st.sampled_from(["gate_proj", "(?i)gate", ".*", "(", "0.*", "[", "(?P<x>a)(?P<x>b)", ""])
@@ -157,8 +149,8 @@ OPTIONS = st.sampled_from(
 
 @fuzz
 @given(options=st.dictionaries(OPTIONS | st.text(max_size=8), JSON, min_size=1, max_size=3))
-def test_damaged_options(pool, folder, options):
-    path = write(folder / "a", valid_state())
+def test_damaged_options(pool, tmp_path, options):
+    path = write(tmp_path / "a", valid_state())
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | options))
     add_and_check(pool, path)
     add_and_check(pool, valid_state(), config=CONFIG | options)
@@ -166,8 +158,8 @@ def test_damaged_options(pool, folder, options):
 
 @fuzz
 @given(text=st.binary(max_size=64) | st.sampled_from([b"[" * 100_000, b"{}", b"[]", b"nul"]))
-def test_a_config_that_is_not_one(pool, folder, text):
-    path = write(folder / "a", valid_state())
+def test_a_config_that_is_not_one(pool, tmp_path, text):
+    path = write(tmp_path / "a", valid_state())
     (path / "adapter_config.json").write_bytes(text)
     assert not add_and_check(pool, path)
 
@@ -231,12 +223,12 @@ def damage(data, state):
 
 @fuzz
 @given(data=st.data(), from_folder=st.booleans())
-def test_damaged_tensors(pool, folder, data, from_folder):
+def test_damaged_tensors(pool, tmp_path, data, from_folder):
     state = valid_state()
     wrong = damage(data, state)
     if from_folder:
         try:
-            source = write(folder / "a", state)
+            source = write(tmp_path / "a", state)
         except Exception:  # safetensors does not even write it
             return
         taken = add_and_check(pool, source)
@@ -262,14 +254,14 @@ def test_state_dicts_that_are_none(pool, state):
 
 
 @pytest.mark.parametrize("name", ["", "missing", "a\0b", "../" * 40, "x" * 5000, "adapter.bin"])
-def test_paths_that_lead_nowhere(pool, folder, name):
-    (folder / "adapter.bin").touch()
-    for path in (folder / name, str(folder / name)):
+def test_paths_that_lead_nowhere(pool, tmp_path, name):
+    (tmp_path / "adapter.bin").touch()
+    for path in (tmp_path / name, str(tmp_path / name)):
         if name != "../" * 40:  # the root of the file system is a folder
             assert not add_and_check(pool, path)
-    (folder / "adapter_model.bin").touch()
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "adapter_model.bin").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match=r"adapter_model.bin cannot be read as only tensors"):
-        pool.add("new", folder)
-    (folder / "adapter_model.safetensors").mkdir()
-    assert not add_and_check(pool, folder)
+        pool.add("new", tmp_path)
+    (tmp_path / "adapter_model.safetensors").mkdir()
+    assert not add_and_check(pool, tmp_path)

@@ -1,11 +1,12 @@
 """`enable(model)`, the table of architectures, and where adapters of other layers are sent."""
 
 import copy
-import json
 
 import pytest
 import torch
+from adapter_cases import of_rank, write
 from hf_models import MODELS, make_model, tokens, transformers
+from linear_cases import pair
 from safetensors.torch import save_file
 from transformers.integrations import mxfp4
 
@@ -133,12 +134,8 @@ def test_experts_on_several_gpus_run():
 
 def test_a_rank_that_no_engine_serves_has_to_be_asked_for(tmp_path):
     """One expert of a small file would make all of every slot that wide."""
-    key = "base_model.model.model.layers.1.mlp.experts.0.down_proj"
-    a, b = torch.ones(600, 24), torch.ones(32, 600)
-    state = {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-    save_file(state, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    state, _ = pair("model.layers.1.mlp.experts.0.down_proj", 24, 32, r=600)
+    write(tmp_path, state, of_rank(600))
     model = make_model("qwen3_moe")
     with pytest.raises(ValueError, match="adapter 'a' has rank 600, .* pass max_rank="):
         moelora_hf.load_adapters(model, {"a": tmp_path})

@@ -6,10 +6,10 @@ import types
 import pytest
 import small_models
 import torch
+from adapter_cases import write
 from conftest import needs_gpu
-from dialects import PREFIX
 from hf_models import make_model, save_adapter, tokens, transformers, with_peft
-from safetensors.torch import save_file
+from linear_cases import pair
 from torch import nn
 from whole_models import (
     ROWS,
@@ -132,10 +132,7 @@ def test_layers_that_compute_something_else(tmp_path):
     assert set(refusals(model)) == {f"model.layers.{n}.self_attn.o_a_proj" for n in range(2)}
     name = "model.layers.0.self_attn.o_a_proj"
     module = model.get_submodule(name)
-    a, b = torch.randn(4, module.in_features), torch.randn(module.out_features, 4)
-    folder = write_adapter(model, tmp_path / "a", 1, lambda name: False)
-    state = {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
-    save_file(state, folder / "adapter_model.safetensors")
+    folder = write(tmp_path / "a", pair(name, module.in_features, module.out_features)[0])
     with pytest.raises(ValueError, match=f"'a': factors of {name}, a DeepseekV4Grouped"):
         moelora_hf.load_adapters(model, {"a": folder})
 
@@ -383,10 +380,8 @@ def test_layers_on_several_devices(tmp_path):
 def test_offloaded_models(tmp_path):
     """accelerate brings a layer's weights for each call, from memory or from disk."""
     pytest.importorskip("accelerate")
-    model = make_whole_model("mixtral")
+    model, ids, folders = served(tmp_path, "mixtral")
     model.save_pretrained(tmp_path / "model")
-    ids = tokens()
-    folders = write_adapters(model, tmp_path)
     wanted = wanted_logits(model, folders, ROWS, ids)
     base = model(ids).logits
     parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
