@@ -18,12 +18,14 @@ from moelora.reference import (
     layer,
     naive_fused_experts_lora_backward,
 )
-from moelora.reference.backward import TRAINED
+from moelora.reference.backward import TRAINED as TRAINED_OF_LAYER
+from moelora.reference.backward import TRAINED_OF_PROJECTION
 from moelora.reference.fp8 import numbers_of
 from moelora.reference.layer import activate
 from moelora.reference.routing import expert_per_choice
 
 FACTORS = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")  # of a layer
+TRAINED = (*TRAINED_OF_LAYER, *TRAINED_OF_PROJECTION)  # of whichever operator
 FENCE = 5e-2  # of the largest gradient
 
 # A gradient goes through the products of the forward and through as many again: for float32, whose

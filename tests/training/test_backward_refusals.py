@@ -2,26 +2,29 @@
 
 import pytest
 import torch
-from projection_cases import FACTORS
-from test_backwards import EACH_KIND, KINDS, SPEC, arguments_of, backward, gradients_of
+from backward_cases import KINDS, LAYER, SPARSE, each
+from checks import freed
+from test_backwards import SPEC
 
 import moelora
 from moelora import ProjectionGradients
+from moelora.operators.sparse import set_sparse
+from moelora.training import touched_pairs
+
+PLACE = ("cpu", torch.bfloat16)
 
 
-@EACH_KIND
-def test_refusals(kind):
-    arguments, grad_out = arguments_of(SPEC, ("cpu", torch.bfloat16), "w2", kind)
-    x, name_a, name_b = "x", *FACTORS
-    if kind == "layer":
-        x, name_a, name_b = "hidden_states", "w2_lora_a", "w2_lora_b"
+@each(KINDS)
+def test_refusals(operator):
+    arguments, grad_out = operator.problem(SPEC, PLACE)
+    x, (*_, name_a, name_b) = operator.x, operator.factors
     a, b = arguments[name_a], arguments[name_b]
 
     def refuse(match, error=ValueError, grad_out=grad_out, grads=None, **options):
         if grads is not None:
-            options["grads"] = gradients_of(kind)(**grads)
+            options["grads"] = operator.gradients(**grads)
         with pytest.raises(error, match=match):
-            backward(kind, arguments, grad_out, **options)
+            operator.backward(arguments, grad_out, **options)
 
     refuse(rf"grad_out has {grad_out.dim() - 1} dimensions", grad_out=grad_out[0])
     refuse("grad_out has dtype float32, expected bfloat16", grad_out=grad_out.float())
@@ -38,7 +41,7 @@ def test_refusals(kind):
     refuse("shares memory", grads={name_a: a})
     refuse("shares memory", grads={x: arguments[x]})
     refuse("shares memory|grads.x has shape", grads={x: grad_out})
-    slices = "w13_lora_a" if kind == "layer" else name_a
+    slices = operator.factors[0]
     refuse(rf"grad_{slices} has 3 slices", grads={slices: [torch.zeros_like(a)] * 3})
     pairs = torch.zeros(a.size(0), a.size(1), dtype=torch.int32)
     sparse = {name_a: torch.zeros(1, *a.shape[2:]), name_b: torch.zeros(1, *b.shape[2:])}
@@ -50,9 +53,9 @@ def test_refusals(kind):
     refuse("size", grads=sparse | {name_b: thinner}, pairs=pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_refusals_of_arguments(kind):
-    arguments, grad_out = arguments_of(SPEC, ("cpu", torch.bfloat16), "w2", kind)
+@each(KINDS[1:])
+def test_refusals_of_arguments(operator):
+    arguments, grad_out = operator.problem(SPEC, PLACE)
     leaf = arguments["x"].detach().requires_grad_()
     into = ProjectionGradients(lora_a=torch.zeros_like(arguments["lora_a"]))
     other = ProjectionGradients(x=arguments["x"].new_zeros(1, *arguments["x"].shape))
@@ -63,15 +66,15 @@ def test_refusals_of_arguments(kind):
         (arguments | {"x": leaf}, {"grads": into}, RuntimeError, r"of its own: .* torch\.no_grad"),
     ):
         with pytest.raises(error, match=why):
-            backward(kind, given, grad_out, **options)
-    if kind == "delta":
+            operator.backward(given, grad_out, **options)
+    if operator.kind == "delta":
         without = {n: v for n, v in arguments.items() if n != "lora_b"}
         with pytest.raises(TypeError, match="missing a required argument: 'lora_b'"):
-            backward(kind, without, grad_out)
+            operator.backward(without, grad_out)
 
 
 def test_refusals_of_a_layer():
-    arguments, grad_out = arguments_of(SPEC, ("cpu", torch.bfloat16), kind="layer")
+    arguments, grad_out = LAYER.problem(SPEC, PLACE)
     _, saved = moelora.fused_experts_lora_saving(**arguments)
     shared, G = torch.zeros_like(arguments["w2_lora_a"]), moelora.Gradients
     bias = arguments["w13_bias"]
@@ -89,3 +92,44 @@ def test_refusals_of_a_layer():
             moelora.fused_experts_lora_backward(
                 grad_out, saved._replace(**own), **arguments | changes, grads=grads
             )
+
+
+# ---- pairs of expert and adapter that tokens reach ----
+
+
+def test_touched_pairs_of_other_shapes_are_refused():
+    ids, mapping = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    for arguments, why in (
+        ((ids[:, 0], mapping, 2, 4), r"topk_ids has shape \(3,\), expected \(M, top_k\)"),
+        ((ids.float(), mapping, 2, 4), "topk_ids has dtype float32, expected an integer one"),
+        ((ids, mapping[:, None], 2, 4), r"mapping has shape \(3, 1\), expected \(3,\)"),
+        ((ids, mapping[:1], 2, 4), r"mapping has shape \(1,\), expected \(3,\)"),
+        ((ids, mapping, -1, 4), "max_loras is -1, wanted an integer >= 0"),
+        ((ids, mapping, 2, -4), "num_experts is -4, wanted an integer >= 0"),
+        ((ids, mapping, float("nan"), 4), "max_loras is nan, wanted an integer >= 0"),
+        ((ids, mapping, 2, True), "num_experts is True, wanted an integer >= 0"),
+        ((ids, mapping.to("meta"), 2, 4), "token_lora_mapping is on meta, expected cpu as topk_i"),
+        ((ids, mapping, 2**16, 2**15), "num_experts is 32768, expected at most 2.31 - 1 pairs"),
+        ((ids, mapping, 2, 4, ids), r"expert_map has shape \(3, 2\), expected 1 dimension"),
+        ((freed(ids), mapping, 2, 4), "topk_ids has elements up to byte 48 of a storage of 0"),
+        ((ids, freed(mapping), 2, 4), "token_lora_mapping has elements up to byte 12"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            touched_pairs(*arguments)
+    whole = torch.empty(0, dtype=torch.int32)  # as operators have it: no map
+    assert touched_pairs(ids, mapping, 2, 4, whole)[0].tolist() == [[0, -1, -1, -1], [-1] * 4]
+
+
+def test_pairs_of_a_call_that_is_refused():
+    """The operator's own message, where torch would broadcast or read address 0."""
+    arguments = SPARSE.build().kwargs()
+    factors = {name: arguments[name].requires_grad_() for name in ("w2_lora_a", "w2_lora_b")}
+    set_sparse(factors.values(), True)
+    ids, mapping = arguments["topk_ids"], arguments["token_lora_mapping"]
+    for changes, why in (
+        ({"topk_ids": freed(ids)}, "topk_ids has elements up to byte"),
+        ({"token_lora_mapping": freed(mapping)}, "token_lora_mapping has elements up to byte"),
+        ({"token_lora_mapping": mapping[:5]}, "token_lora_mapping.size"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            moelora.fused_experts_lora(**arguments | changes)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Problem, Spec, same_bits
+from backward_cases import LAYER, OPERATORS, converted, each
+from cases import PER_TOKEN, Problem, Spec, same_bits
 from conftest import PLACES, on_gpu
-from gradient_cases import FACTORS, FEW_PLACES, by_autograd, by_hand, flat, grad_like, saved_bytes
+from gradient_cases import FEW_PLACES, by_autograd, by_hand, flat, grad_like, leaves, saved_bytes
 from quantized_cases import ALL_FORMATS, NATIVE, build, forms_of
 from test_parallel import expert_parallel
 
@@ -27,23 +28,39 @@ SPECS = {
 }
 
 
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
 def problem(spec, place) -> tuple[Problem, torch.Tensor]:
     p = replace(spec, dtype=place[1]).build().to(place[0])
     return p, grad_like(p.hidden_states.shape, place[1], place[0])
 
 
-def only(p: Problem, tokens: torch.Tensor, **changes) -> Problem:
-    """The problem of some tokens, in their order."""
-    names = ("hidden_states", "topk_weights", "topk_ids", "token_lora_mapping")
-    rows = {name: getattr(p, name)[tokens] for name in names if getattr(p, name) is not None}
-    return replace(p, **rows | changes)
+def by_token(arguments: dict, rows: torch.Tensor) -> torch.Tensor:
+    """What each token has of x, of its rows of a projection, or of their gradients."""
+    return rows.unflatten(0, (len(arguments["topk_ids"]), -1))
+
+
+def only(arguments: dict, tokens: torch.Tensor) -> dict:
+    """The call of some tokens, in their order."""
+    names = [n for n in (*PER_TOKEN, "x") if arguments.get(n) is not None]
+    rows = {n: by_token(arguments, arguments[n])[tokens].flatten(0, 1) for n in names}
+    return arguments | rows
+
+
+def base(operator, arguments: dict) -> dict:
+    """The call without adapters; a delta is one of them, which no token carries."""
+    if operator.kind == "delta":
+        mapping = arguments["token_lora_mapping"]
+        return arguments | {"token_lora_mapping": torch.full_like(mapping, -1)}
+    return {n: value for n, value in arguments.items() if "lora" not in n}
 
 
 def factors(grads: dict) -> dict:
     return {name: grad for name, grad in grads.items() if "lora" in name}
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@every_spec
 @pytest.mark.parametrize("place", PLACES)
 def test_the_forward_has_the_bits_of_serving(spec, place):
     p, _ = problem(spec, place)
@@ -72,39 +89,36 @@ def test_deterministic(place):
         torch.set_num_threads(threads)
 
 
-def assert_alone_in_another_stack(p: Problem, grad_out: torch.Tensor, adapters) -> None:
+def assert_alone_in_another_stack(operator, arguments, grad_out, adapters) -> None:
     """The bits of gradients of `adapters` are those of steps with their own tokens alone, each in a
     stack of its own."""
-    together = by_hand(p.kwargs(), grad_out)
+    together = operator.by_hand(arguments, grad_out)
     for adapter in adapters:
-        tokens = (p.token_lora_mapping == adapter).nonzero().squeeze(1)
+        tokens = (arguments["token_lora_mapping"] == adapter).nonzero().squeeze(1)
 
         def own(value, adapter=adapter):
-            if isinstance(value, list):
-                return [own(v) for v in value]
             return value[adapter : adapter + 1].contiguous()
 
-        names = (*FACTORS, "lora_ranks", "lora_scalings")
-        changes = {name: own(getattr(p, name)) for name in names}
-        mapping = torch.zeros_like(tokens, dtype=torch.int32)
-        alone = only(p, tokens, **changes, token_lora_mapping=mapping)
-        for name, grad in factors(by_hand(alone.kwargs(), grad_out[tokens])).items():
+        names = (*operator.factors, "lora_ranks", "lora_scalings")
+        alone = only(arguments, tokens) | {n: converted(arguments[n], own) for n in names}
+        alone["token_lora_mapping"] = torch.zeros_like(tokens, dtype=torch.int32)
+        for name, grad in factors(operator.by_hand(alone, grad_out[tokens])).items():
             assert grad.any() and same_bits(grad[0], together[name][adapter]), (name, adapter)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@each(OPERATORS)
+@every_spec
 @pytest.mark.parametrize("place", PLACES)
-def test_an_adapter_trains_as_if_it_were_alone(spec, place):
-    p, grad_out = problem(spec, place)
-    assert_alone_in_another_stack(p, grad_out, range(LORAS))
+def test_an_adapter_trains_as_if_it_were_alone(spec, place, operator):
+    assert_alone_in_another_stack(operator, *operator.problem(spec, place), range(LORAS))
 
 
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_one_of_more_pairs_than_a_sort_has_keys(place):
     """A pair has half a row on average, others none."""
     spec = replace(TENANTS, tokens=1000, top_k=4, experts=64, hidden=64, inter=32)
-    p, grad_out = problem(replace(spec, ranks=(8, 16, 3) * 40), place)
-    assert_alone_in_another_stack(p, grad_out, [0, 50, 119])
+    spec = replace(spec, ranks=(8, 16, 3) * 40)
+    assert_alone_in_another_stack(LAYER, *LAYER.problem(spec, place), [0, 50, 119])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -126,21 +140,23 @@ def test_experts_spread_over_ranks(place):
             assert local.any() and same_bits(part[name], local), name
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@each(OPERATORS)
+@every_spec
 @pytest.mark.parametrize("place", PLACES)
-def test_base_tokens(spec, place):
+def test_base_tokens(spec, place, operator):
     """Have the bits of a call without adapters; any token has those of a smaller batch."""
-    p, grad_out = problem(spec, place)
-    mixed, base = by_hand(p.kwargs(), grad_out), by_hand(p.base().kwargs(), grad_out)
-    rows = p.token_lora_mapping < 0
+    arguments, grad_out = operator.problem(spec, place)
+    mixed = operator.by_hand(arguments, grad_out)
+    without = operator.by_hand(base(operator, arguments), grad_out)
+    rows = arguments["token_lora_mapping"] < 0
     assert rows.any() and not rows.all()
-    for name in ("hidden_states", "topk_weights"):
-        assert same_bits(mixed[name][rows], base[name][rows])
-        assert not same_bits(mixed[name], base[name])
-    some = torch.arange(p.spec.tokens, device=place[0])[3::5]
-    fewer = by_hand(only(p, some).kwargs(), grad_out[some])
-    for name in ("hidden_states", "topk_weights"):
-        assert same_bits(fewer[name], mixed[name][some])
+    some = torch.arange(spec.tokens, device=place[0])[3::5]
+    fewer = operator.by_hand(only(arguments, some), grad_out[some])
+    for name in (operator.x, "topk_weights"):
+        of_all = by_token(arguments, mixed[name])
+        assert same_bits(of_all[rows], by_token(arguments, without[name])[rows])
+        assert not same_bits(mixed[name], without[name])
+        assert same_bits(fewer[name], of_all[some].flatten(0, 1))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_channel", "fp8_block_w8a8"])
@@ -160,40 +176,45 @@ def test_promises_beside_quantized_weights(name, place):
         torch.set_num_threads(threads)
     assert all(same_bits(again[field], grad) for field, grad in together.items())
     own = (mapping == 2).nonzero().squeeze(1)
-    alone = replace(p, dense=only(p.dense, own))
-    for field, grad in factors(by_hand(alone.kwargs(), grad_out[own])).items():
+    alone = only(p.kwargs(), own)
+    for field, grad in factors(by_hand(alone, grad_out[own])).items():
         assert same_bits(grad[2], together[field][2]) and grad[2].any(), field
-    base = by_hand(p.base().kwargs(), grad_out)
+    without = by_hand(p.base().kwargs(), grad_out)
     for field in ("hidden_states", "topk_weights"):
-        assert same_bits(base[field][mapping < 0], together[field][mapping < 0]), field
+        assert same_bits(without[field][mapping < 0], together[field][mapping < 0]), field
 
 
-@pytest.mark.parametrize("where", ["hidden_states", "grad_out", *FACTORS])
+@pytest.mark.parametrize(
+    ("operator", "where"),
+    [(o, where) for o in OPERATORS for where in (o.x, "grad_out", *o.factors)],
+    ids=str,
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_not_finite_stays_with_its_tenant(where, value, place):
-    p, grad_out = problem(TENANTS, place)
-    clean = by_hand(p.kwargs(), grad_out)
+def test_what_is_not_finite_stays_with_its_tenant(operator, where, value, place):
+    arguments, grad_out = operator.problem(TENANTS, place)
+    clean = operator.by_hand(arguments, grad_out)
     sick = 1
-    tokens = p.token_lora_mapping == sick
-    changed, grad_out = p.kwargs(), grad_out.clone()
-    if where == "grad_out":
-        grad_out[tokens] = value
-    elif where == "hidden_states":
-        changed[where] = p.hidden_states.clone()
-        changed[where][tokens] = value
-    else:
-        stacks = changed[where] if isinstance(changed[where], list) else [changed[where]]
-        stacks = [stack.clone() for stack in stacks]
-        for stack in stacks:
-            stack[sick] = value
-        changed[where] = stacks if isinstance(changed[where], list) else stacks[0]
-    found = by_hand(changed, grad_out)
-    others = torch.arange(LORAS) != sick
+    tokens = arguments["token_lora_mapping"] == sick
+    changed = arguments | {"grad_out": grad_out}
+
+    def made_sick(t):
+        t = t.clone()
+        whose = (t, sick) if where in operator.factors else (by_token(arguments, t), tokens)
+        whose[0][whose[1]] = value
+        return t
+
+    changed[where] = converted(changed[where], made_sick)
+    found = operator.by_hand(changed, changed.pop("grad_out"))
     assert not all(grad.isfinite().all() for grad in found.values())
+    others = torch.arange(LORAS) != sick
     for name, grad in found.items():
-        rows = others if "lora" in name else ~tokens
-        assert same_bits(grad[rows], clean[name][rows]), name
+        was = clean[name]
+        if "lora" in name:
+            assert same_bits(grad[others], was[others]), name
+        else:
+            rows = (by_token(arguments, t)[~tokens] for t in (grad, was))
+            assert same_bits(*rows), name
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -211,22 +232,24 @@ def test_what_no_token_uses_gets_zeros(place):
         assert not grad[3].narrow(rank - 1, 6, 13).any(), name
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@each(OPERATORS)
+@every_spec
 @pytest.mark.parametrize("place", FEW_PLACES)
-def test_saved_bytes(spec, place):
-    """Beside the arguments: the projection before its activation, and rows of ranks."""
-    p, _ = problem(spec, place)
-    arguments = p.kwargs()
-    x = p.hidden_states.detach().requires_grad_()
-    arguments["hidden_states"] = x
+def test_saved_bytes(spec, place, operator):
+    """Of a layer, beside the arguments: the projection before its activation, and rows of ranks; of
+    others nothing."""
+    arguments, _ = operator.problem(spec, place)
+    arguments = leaves(arguments, (operator.x,))
     result = []
-    storages = saved_bytes(lambda: result.append(moelora.fused_experts_lora(**arguments)))
+    storages = saved_bytes(lambda: result.append(operator(**arguments)))
     values = [v for a in arguments.values() for v in (a if isinstance(a, list) else [a])]
     own = {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
     extra = sum(size for where, size in storages.items() if where not in own)
-    rows, rank = p.topk_ids.numel(), max(spec.ranks)
-    numbers = rows * (p.w13.shape[1] + (spec.slices + 1) * rank)
-    assert extra == numbers * place[1].itemsize
+    rows, rank = arguments["topk_ids"].numel(), max(spec.ranks)
+    numbers = 0
+    if operator is LAYER:
+        numbers = rows * (arguments["w13"].shape[1] + (spec.slices + 1) * rank)
+    assert storages and extra == numbers * place[1].itemsize
 
 
 def kernels():

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backward_cases import LAYER, OPERATORS, SPARSE, SPARSE_SPECS, each, with_factors
 from cases import same_bits
 from checks import largest_allocation
 from conftest import on_gpu
-from delta_cases import DELTAS
 from gradient_cases import FEW_PLACES, grad_like, leaves
-from projection_cases import FACTORS, for_delta
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
-from test_backwards import SPARSE_SPECS, with_factors
 
 import moelora
 from moelora.adapters.write import write
@@ -20,95 +18,83 @@ from moelora.operators.sparse import set_sparse
 from moelora.training import Tenants, touched_pairs
 from moelora.training.tenants import tenants as module
 
-SPARSE = [p for p in PLACES if p.values[0][3]]
+SPARSE_PLACES = [p for p in PLACES if p.values[0][3]]
 
 
 # ---- by autograd ----
 
 
-def calls(name, place):
-    """(arguments, function of them, names of the factors, number of experts) of every operator."""
-    p = replace(SPARSE_SPECS[name], dtype=place[1]).build().to(place[0])
-    layer = ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b")
-    yield p.kwargs(), moelora.fused_experts_lora, layer, p
-    for projection, delta in DELTAS.items():
-        arguments = p.gemm_kwargs(projection, True)
-        yield arguments, moelora.fused_moe_lora_gemm, FACTORS, p
-        yield for_delta(projection, arguments)[0], delta, FACTORS, p
-
-
-def gradients(arguments, function, names, grad_seed, sparse, wide=False):
-    """Gradients of all leaves by name and index, and the leaves of factors."""
+def gradients(operator, arguments, grad_seed, sparse, wide=False, function=None):
+    """Gradients of x and of all factors, and the leaves of factors."""
     if wide:
         arguments = with_factors(arguments, torch.Tensor.float)
-    x = "hidden_states" if "hidden_states" in arguments else "x"
-    given = leaves(arguments, (x, *names))
-    factors = [t for n in names for t in factor_list(given[n])]
+    given = leaves(arguments, (operator.x, *operator.factors))
+    factors = [t for n in operator.factors for t in factor_list(given[n])]
     set_sparse(factors, sparse)
-    out = function(**given)
+    out = (function or operator)(**given)
     out.backward(grad_like(out.shape, out.dtype, out.device, grad_seed))
-    return [given[x].grad, *(f.grad for f in factors)], factors
+    return [given[operator.x].grad, *(f.grad for f in factors)], factors
 
 
+@each(OPERATORS)
 @pytest.mark.parametrize("name", SPARSE_SPECS)
 @pytest.mark.parametrize("place", FEW_PLACES)
-def test_bits_of_dense_gradients(place, name):
-    for arguments, function, names, p in calls(name, place):
-        for wide in (False, True):
-            dense, _ = gradients(arguments, function, names, 1, False, wide)
-            found, _ = gradients(arguments, function, names, 1, True, wide)
-            experts, loras = p.w13.size(0), p.w2_lora_b.size(0)
-            pairs, count = touched_pairs(
-                p.topk_ids, p.token_lora_mapping, loras, experts, p.expert_map
-            )
-            assert same_bits(found[0], dense[0])
-            for got, want in zip(found[1:], dense[1:], strict=True):
-                if want.size(1) == experts:
-                    assert got.is_sparse and got._nnz() == count
-                    assert torch.equal(got.coalesce().indices(), (pairs >= 0).nonzero().T)
-                    got = got.to_dense()
-                assert got.dtype == want.dtype and torch.equal(got, want)
+def test_bits_of_dense_gradients(place, name, operator):
+    p = replace(SPARSE_SPECS[name], dtype=place[1]).build().to(place[0])
+    experts, loras = p.w13.size(0), p.w2_lora_b.size(0)
+    pairs, count = touched_pairs(p.topk_ids, p.token_lora_mapping, loras, experts, p.expert_map)
+    for wide in (False, True):
+        dense, found = (
+            gradients(operator, operator.arguments(p), 1, sparse, wide)[0]
+            for sparse in (False, True)
+        )
+        assert same_bits(found[0], dense[0])
+        for got, want in zip(found[1:], dense[1:], strict=True):
+            if want.size(1) == experts:
+                assert got.is_sparse and got._nnz() == count
+                assert torch.equal(got.coalesce().indices(), (pairs >= 0).nonzero().T)
+                got = got.to_dense()
+            assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("place", FEW_PLACES)
 def test_a_factor_of_two_calls(place):
     """Autograd adds them up, of the pairs of either."""
-    (arguments, function, names, _), *_ = calls("per_expert", place)
-    _, factors = gradients(arguments, function, names, 1, True)
+    arguments, _ = LAYER.problem(SPARSE, place)
+    _, factors = gradients(LAYER, arguments, 1, True)
     other = arguments | {"topk_ids": (arguments["topk_ids"] + 1) % 5}
-    shared = dict(zip(names, [factors[:2], factors[2:4], *factors[4:]], strict=True))
-    out = function(**other | shared)
+    shared = dict(zip(LAYER.factors, [factors[:2], factors[2:4], *factors[4:]], strict=True))
+    out = LAYER(**other | shared)
     grad_out = grad_like(out.shape, out.dtype, out.device, 2)
     out.backward(grad_out)
     assert all(factor.grad.is_sparse for factor in factors)
-    second, _ = gradients(other, function, names, 2, True)
-    once, _ = gradients(arguments, function, names, 1, True)
+    once, _ = gradients(LAYER, arguments, 1, True)
+    second, _ = gradients(LAYER, other, 2, True)
     for factor, a, b in zip(factors, once[1:], second[1:], strict=True):
         torch.testing.assert_close(factor.grad.to_dense(), a.to_dense() + b.to_dense())
 
 
 def test_calls_that_are_compiled_have_dense_gradients():
-    (arguments, function, names, _), *_ = calls("per_expert", ("cpu", torch.float32))
-    want, _ = gradients(arguments, function, names, 1, False)
-    compiled = torch.compile(function, backend="aot_eager")
-    found, _ = gradients(arguments, compiled, names, 1, True)
+    arguments, _ = LAYER.problem(SPARSE, ("cpu", torch.float32))
+    want, _ = gradients(LAYER, arguments, 1, False)
+    compiled = torch.compile(moelora.fused_experts_lora, backend="aot_eager")
+    found, _ = gradients(LAYER, arguments, 1, True, function=compiled)
     assert all(same_bits(a, b) for a, b in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("place", [on_gpu("cuda")])
 def test_calls_that_are_captured_have_dense_gradients(place):
     """The number of pairs of a graph's replay is not known."""
-    (arguments, function, names, _), *_ = calls("per_expert", (place, torch.bfloat16))
+    arguments, grad_out = LAYER.problem(SPARSE, (place, torch.bfloat16))
     with torch.cuda.stream(torch.cuda.Stream()):
-        gradients(arguments, function, names, 1, True)
-    want, _ = gradients(arguments, function, names, 1, False)
+        gradients(LAYER, arguments, 1, True)
+    want, _ = gradients(LAYER, arguments, 1, False)
     graph = torch.cuda.CUDAGraph()
-    given = leaves(arguments, names)
-    factors = [t for n in names for t in factor_list(given[n])]
+    given = leaves(arguments, LAYER.factors)
+    factors = [t for n in LAYER.factors for t in factor_list(given[n])]
     set_sparse(factors, True)
-    grad_out = grad_like(arguments["hidden_states"].shape, torch.bfloat16, place, 1)
     with torch.cuda.graph(graph):
-        out = function(**given)
+        out = LAYER(**given)
         found = torch.autograd.grad(out, factors, grad_out)
     graph.replay()
     torch.cuda.synchronize()
@@ -119,12 +105,12 @@ def test_calls_that_are_captured_have_dense_gradients(place):
 @pytest.mark.parametrize("place", [on_gpu("cuda")])
 def test_a_stream_of_ones_own(place):
     """The copy of the table to the host is awaited where the backward needs it."""
-    (arguments, function, names, _), *_ = calls("per_expert", (place, torch.bfloat16))
-    want, _ = gradients(arguments, function, names, 1, False)
+    arguments, _ = LAYER.problem(SPARSE, (place, torch.bfloat16))
+    want, _ = gradients(LAYER, arguments, 1, False)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(20_000_000)
-        found, _ = gradients(arguments, function, names, 1, True)
+        found, _ = gradients(LAYER, arguments, 1, True)
         dense = [g.to_dense() for g in found[1:]]
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(dense, want[1:], strict=True))
@@ -135,7 +121,7 @@ def test_a_stream_of_ones_own(place):
 
 def test_updates_are_those_of_dense_gradients(monkeypatch):
     """Without the zeros of pairs that no row has reached."""
-    place = SPARSE[0].values[0]
+    place = SPARSE_PLACES[0].values[0]
     factors, steps = alone(place, "code", range(6))
     monkeypatch.setattr(module, "set_sparse", lambda *_: None)
     dense, its_steps = alone(place, "code", range(6))
@@ -170,7 +156,7 @@ def test_pairs_that_every_batch_reaches_move_as_with_adamw():
         assert before.eq(a).all() or not torch.allclose(a, before, rtol=1e-3)
 
 
-@pytest.mark.parametrize("place", SPARSE)
+@pytest.mark.parametrize("place", SPARSE_PLACES)
 def test_a_pair_whose_gradient_is_zero_moves_by_its_moments(place):
     """As with dense gradients; one that no row reaches does not."""
     house = House(place)
@@ -199,7 +185,7 @@ def test_a_pair_whose_gradient_is_zero_moves_by_its_moments(place):
     assert step(0, 0.0) == [True, False, False, False]
 
 
-@pytest.mark.parametrize("place", SPARSE)
+@pytest.mark.parametrize("place", SPARSE_PLACES)
 def test_tenants_of_both_kinds(place):
     """One has the trajectory that it has alone, whichever gradients the others have."""
     dense = (*place[:3], False)
@@ -219,7 +205,7 @@ def test_tenants_of_both_kinds(place):
     assert same(again.factors("code"), alone_from(place, "code", range(1, 6)))
 
 
-@pytest.mark.parametrize("place", SPARSE)
+@pytest.mark.parametrize("place", SPARSE_PLACES)
 @pytest.mark.parametrize("leaves", [1, 2])
 def test_sparse_gradients_that_become_dense_within_an_accumulation(place, leaves):
     """A tenant accumulates three batches, the first ones beside a sparse tenant that leaves."""
@@ -299,7 +285,7 @@ def test_a_step_takes_the_memory_of_its_pairs(device):
     assert all(stack.grad is None for stack in stacks)
 
 
-@pytest.mark.parametrize("place", SPARSE)
+@pytest.mark.parametrize("place", SPARSE_PLACES)
 def test_a_closed_house_has_dense_gradients(place):
     house = House(place, "law")
     stack = house.tenants._stacks[0]
