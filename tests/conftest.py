@@ -38,9 +38,19 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=PLACES)
-def device_and_dtype(request) -> tuple[str, torch.dtype]:
-    return request.param
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Tests that take `device` and `dtype`, and say of neither what it is, run in all places."""
+    said = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    wanted = {"device", "dtype"}
+    if wanted <= {*metafunc.fixturenames} and not any(n in names for names in said for n in wanted):
+        places = [pytest.param(*p.values[0], marks=p.marks, id=p.id) for p in PLACES]
+        metafunc.definition.add_marker(pytest.mark.parametrize("device, dtype", places))
+
+
+@pytest.fixture
+def device_and_dtype(device, dtype) -> tuple[str, torch.dtype]:
+    return device, dtype
 
 
 @pytest.fixture

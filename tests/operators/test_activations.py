@@ -43,8 +43,7 @@ def scaled(p: Problem) -> Problem:
     ("activation", "alpha"),
     [(a, None) for a in LIMITS] + [(a, n) for a in ALPHAS for n in (2.0**-4, 3.0)],
 )
-def test_numbers(activation, alpha, limit, size, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_numbers(activation, alpha, limit, size, device, dtype):
     spec = replace(SIZES[size], activation=activation, alpha=alpha, limit=limit, dtype=dtype)
     p = scaled(spec.build())
     y = hold_layer(p, device)
@@ -61,8 +60,7 @@ def other_numbers(p: Problem, **numbers) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("activation", "name"), [(a, "limit") for a in LIMITS] + [(a, "alpha") for a in ALPHAS]
 )
-def test_the_smallest_and_the_largest_number(activation, name, number, size, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_the_smallest_and_the_largest_number(activation, name, number, size, device, dtype):
     spec = replace(SIZES[size], activation=activation, dtype=dtype, bias=False)
     p = replace(spec, **{name: number}).build()
     p.hidden_states[0] = 0  # no product of it with infinity
@@ -78,10 +76,9 @@ ABSENT = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("activation", ABSENT)
-def test_absent_numbers_are_those_of_their_sources(activation, size, device_and_dtype):
+def test_absent_numbers_are_those_of_their_sources(activation, size, device, dtype):
     """GPT-OSS has alpha 1.702 and limit 7; SituAndMul has beta 1 and leaves up alone;
     SwigluStepAndMul has limit 7."""
-    device, dtype = device_and_dtype
     p = replace(SIZES[size], activation=activation, dtype=dtype).build()
     p = replace(p, hidden_states=p.hidden_states * 8).to(device)  # past the limit
     plain, (numbers, name, other) = other_numbers(p), ABSENT[activation]
@@ -93,9 +90,8 @@ def test_absent_numbers_are_those_of_their_sources(activation, size, device_and_
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("activation", CLAMPED)
-def test_infinity_is_clamped_and_nan_is_not(activation, size, device_and_dtype):
+def test_infinity_is_clamped_and_nan_is_not(activation, size, device, dtype):
     """Expert 0 has up = inf, 1 has gate = inf, 2 has up = -inf, 3 has one NaN."""
-    device, dtype = device_and_dtype
     spec = replace(SIZES[size], activation=activation, limit=2.0, bias=True, mix="absent")
     p = replace(spec, dtype=dtype, top_k=1, experts=4).build()
     inter = p.spec.inter
@@ -117,9 +113,8 @@ def test_infinity_is_clamped_and_nan_is_not(activation, size, device_and_dtype):
 @pytest.mark.parametrize(
     ("scale", "limit"), [(2**-4, None), (2**-4, 25), (30, None), (30, 25), (1e4, 25), (1e30, 25)]
 )
-def test_soft_caps_of_small_and_large_values(scale, limit, size, device_and_dtype):
+def test_soft_caps_of_small_and_large_values(scale, limit, size, device, dtype):
     """Neither tanh nor its product with the sigmoid cancels, overflows or becomes NaN."""
-    device, dtype = device_and_dtype
     spec = replace(SIZES[size], activation="situ", alpha=4, limit=limit, mix="absent")
     p = replace(spec, dtype=dtype, bias=False).build()
     scale = min(scale, 1e4) if dtype == torch.float16 else scale

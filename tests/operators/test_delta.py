@@ -38,16 +38,14 @@ def check_delta(p: Problem, projection: str, device: str, add: bool, weight: boo
 
 
 @pytest.mark.parametrize("name", [n for n, s in EDGE_CASES.items() if s.mix != "absent"])
-def test_edge_cases(name, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_edge_cases(name, device, dtype):
     p = replace(EDGE_CASES[name], dtype=dtype).build()
     for projection in PROJECTIONS:
         for add, weight in ((True, False), (False, True)):
             check_delta(p, projection, device, add, weight)
 
 
-def test_random_problems(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_random_problems(device, dtype):
     for spec in random_specs(80, first_seed=5000, dtypes=(dtype,)):
         if spec.mix == "absent":
             continue
@@ -58,8 +56,7 @@ def test_random_problems(device_and_dtype):
 
 @pytest.mark.parametrize("slices", [3, 4])
 @pytest.mark.parametrize("rank", [1, 200, 512])
-def test_slices_and_ranks(slices, rank, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_slices_and_ranks(slices, rank, device, dtype):
     spec = Spec(
         tokens=7, inter=slices * 10, slices=slices, activation="relu2", ranks=(rank, 3), dtype=dtype
     )
@@ -72,9 +69,8 @@ WIDTHS = {"qkv": (256, 64, 64), "short": (8, 72, 40, 8), "unaligned": (33, 1, 70
 @pytest.mark.parametrize("wide", [False, True], ids=["rounded", "float32"])
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("tokens, rank", [(3, 16), (70, 24), (600, 64)])
-def test_slices_of_unequal_widths(widths, tokens, rank, wide, device_and_dtype):
+def test_slices_of_unequal_widths(widths, tokens, rank, wide, device, dtype):
     """Query, key and value: a dense layer is one expert that all tokens choose."""
-    device, dtype = device_and_dtype
     spec = Spec(tokens=tokens, experts=1, top_k=1, hidden=96, inter=24, activation="relu2")
     spec = replace(spec, mix="all_different", ranks=(rank, 3, 8), dtype=dtype)
     p = replace(spec, slices=len(WIDTHS[widths])).build()
@@ -87,8 +83,7 @@ def test_slices_of_unequal_widths(widths, tokens, rank, wide, device_and_dtype):
     check_delta(p, "w13", device, True, False)
 
 
-def test_unequal_widths_add_up(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_unequal_widths_add_up(device, dtype):
     p = Spec(tokens=4, inter=24, dtype=dtype).build().to(device)
     arguments = delta_kwargs(p, "w13")
     arguments["lora_b"] = [arguments["lora_b"][0], arguments["lora_b"][1][:, :, :23].clone()]
@@ -102,8 +97,7 @@ def test_unequal_widths_add_up(device_and_dtype):
         delta.sum().backward()
 
 
-def test_down_takes_rows_by_token_and_choice(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_down_takes_rows_by_token_and_choice(device, dtype):
     p = Spec(tokens=7, top_k=3, dtype=dtype).build().to(device)
     arguments = delta_kwargs(p, "w2")
     flat = moelora.moe_lora_down_delta(**arguments)
@@ -111,9 +105,8 @@ def test_down_takes_rows_by_token_and_choice(device_and_dtype):
     assert same_bits(moelora.moe_lora_down_delta(**arguments), flat)
 
 
-def test_shared_factors_need_no_number_of_experts(device_and_dtype):
+def test_shared_factors_need_no_number_of_experts(device, dtype):
     """Wholly shared factors serve every expert id from 0 up; negative ids are skipped."""
-    device, dtype = device_and_dtype
     p = Spec(tokens=12, experts=6, sharing="outer", ranks=(4, 8), dtype=dtype).build()
     p.topk_ids[0, 0] = -1
     arguments = delta_kwargs(p, "w13", num_experts=None)
@@ -130,8 +123,7 @@ def test_shared_factors_need_no_number_of_experts(device_and_dtype):
     assert_close_to_ref(y, delta, naive, dtype)
 
 
-def test_the_last_plan_is_the_deltas(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_the_last_plan_is_the_deltas(device, dtype):
     p = replace(PLAIN, dtype=dtype).build().to(device)
     moelora.fused_experts_lora(**p.kwargs())
     assert "w13=" in _C.last_plan()

@@ -18,28 +18,24 @@ def check_specs(specs: list[Spec], device: str) -> None:
 
 
 @pytest.mark.parametrize("name", EDGE_CASES)
-def test_edge_cases(name, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_edge_cases(name, device, dtype):
     hold_layer(replace(EDGE_CASES[name], dtype=dtype).build(), device)
 
 
-def test_random_problems(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_random_problems(device, dtype):
     check_specs(random_specs(200, dtypes=(dtype,)), device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(10_000, 12_000, 250))
-def test_thousands_of_random_problems(first_seed, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_thousands_of_random_problems(first_seed, device, dtype):
     check_specs(random_specs(250, first_seed=first_seed, dtypes=(dtype,)), device)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40, 700])
 @pytest.mark.parametrize("sharing", ["per_expert", "outer"])
-def test_of_two_equal_a_one_is_read(tokens, sharing, device_and_dtype):
+def test_of_two_equal_a_one_is_read(tokens, sharing, device, dtype):
     """The bits of a call without the table, whatever lies in the other A."""
-    device, dtype = device_and_dtype
     ranks = (16, 5, 70, 64)
     spec = Spec(tokens=tokens, hidden=512, inter=128, ranks=ranks, sharing=sharing, mix="many")
     p = replace(spec, slices=2, dtype=dtype).build().to(device)
@@ -55,16 +51,14 @@ def test_of_two_equal_a_one_is_read(tokens, sharing, device_and_dtype):
 @pytest.mark.parametrize(
     "tokens, hidden, inter", [(1, 512, 256), (40, 384, 320), (130, 256, 200), (300, 192, 64)]
 )
-def test_sizes_that_fill_tiles(tokens, hidden, inter, activation, device_and_dtype):
+def test_sizes_that_fill_tiles(tokens, hidden, inter, activation, device, dtype):
     """Larger than any register tile in every direction, with whole tiles and remainders."""
-    device, dtype = device_and_dtype
     spec = Spec(tokens, hidden=hidden, inter=inter, ranks=(16, 5, 64), dtype=dtype)
     slices, bias = 1 if activation == "relu2" else 2, activation == "swigluoai"
     hold_layer(replace(spec, activation=activation, slices=slices, bias=bias).build(), device)
 
 
-def test_without_out_a_new_tensor_is_returned(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_without_out_a_new_tensor_is_returned(device, dtype):
     p = Spec(tokens=6, dtype=dtype).build().to(device)
     y = moelora.fused_experts_lora(**p.kwargs())
     assert y.shape == p.hidden_states.shape
@@ -74,8 +68,7 @@ def test_without_out_a_new_tensor_is_returned(device_and_dtype):
 
 
 @pytest.mark.parametrize("top_k, weight_on_input", [(3, False), (1, False), (1, True)])
-def test_output_may_be_the_input(top_k, weight_on_input, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_output_may_be_the_input(top_k, weight_on_input, device, dtype):
     spec = Spec(tokens=21, top_k=top_k, weight_on_input=weight_on_input, dtype=dtype)
     p = spec.build().to(device)
     expected = moelora.fused_experts_lora(**p.kwargs())
@@ -85,8 +78,7 @@ def test_output_may_be_the_input(top_k, weight_on_input, device_and_dtype):
 
 
 @pytest.mark.parametrize("projection", [None, "w13"])
-def test_output_may_be_strided(projection, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_output_may_be_strided(projection, device, dtype):
     p = Spec(tokens=5, dtype=dtype).build().to(device)
     operator = moelora.fused_moe_lora_gemm if projection else moelora.fused_experts_lora
     arguments = p.gemm_kwargs(projection) if projection else p.kwargs()
@@ -100,9 +92,8 @@ def test_output_may_be_strided(projection, device_and_dtype):
     assert (buffer == 3.0).all(), "something around the output was written"
 
 
-def test_stacks_of_different_maximum_rank(device_and_dtype):
+def test_stacks_of_different_maximum_rank(device, dtype):
     """lora_ranks counts for both projections; a stack that holds less has less."""
-    device, dtype = device_and_dtype
     p = Spec(tokens=9, mix="all_different", ranks=(8, 8), pass_ranks=False, dtype=dtype).build()
     smaller = {
         "w2_lora_a": p.w2_lora_a[:, :, :4].contiguous(),

@@ -57,17 +57,15 @@ VLLM_CASES = {
 
 @pytest.mark.parametrize("naive_form", [False, True], ids=["lists", "naive"])
 @pytest.mark.parametrize("name", VLLM_CASES)
-def test_fused_moe_lora(name, naive_form, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_fused_moe_lora(name, naive_form, device, dtype):
     p = replace(VLLM_CASES[name], dtype=dtype).build()
     check_fused(p, "w13", device, naive_form)
     check_fused(p, "w2", device, naive_form, mul_routed_weight=True)
     check_fused(p, "w13", device, naive_form, add_inputs=False, offset=5)
 
 
-def test_lists_that_are_not_active_do_not_count(device_and_dtype):
+def test_lists_that_are_not_active_do_not_count(device, dtype):
     """num_active_loras smaller than the slots: the rest of lora_ids is not looked at."""
-    device, dtype = device_and_dtype
     p = replace(PLAIN, mix="all_different", dtype=dtype).build().to(device)
     lists = Lists(p, "w13", naive=False)
     lists.lora_ids = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
@@ -80,8 +78,7 @@ def test_lists_that_are_not_active_do_not_count(device_and_dtype):
 
 
 @pytest.mark.parametrize("how", ["no_lora_ids", "no_active", "disabled", "no_tokens"])
-def test_nothing_active_leaves_the_output_alone(how, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_nothing_active_leaves_the_output_alone(how, device, dtype):
     spec = replace(PLAIN, dtype=dtype, tokens=0 if how == "no_tokens" else 9)
     p = spec.build().to(device)
     for naive_form in (False, True):
@@ -101,9 +98,8 @@ def test_nothing_active_leaves_the_output_alone(how, device_and_dtype):
             assert same_bits(out.tensor, before)
 
 
-def test_garbage_in_lists_is_skipped(device_and_dtype):
+def test_garbage_in_lists_is_skipped(device, dtype):
     """Row and expert ids out of range name nothing, wherever they are."""
-    device, dtype = device_and_dtype
     p = replace(PLAIN, dtype=dtype, mix="one").build()
     lists = Lists(p, "w13", naive=False)
     slot = p.token_lora_mapping[0].item()
@@ -131,8 +127,7 @@ def test_garbage_in_lists_is_skipped(device_and_dtype):
     check_result(out.tensor, before, delta, naive, active, True)
 
 
-def test_shrink_and_expand_are_the_halves(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_shrink_and_expand_are_the_halves(device, dtype):
     p = replace(PLAIN, dtype=dtype, top_k=3).build()
     there = p.to(device)
     for naive_form in (False, True):
@@ -159,9 +154,8 @@ def test_shrink_and_expand_are_the_halves(device_and_dtype):
 
 @pytest.mark.parametrize("naive_form", [False, True], ids=["lists", "naive"])
 @pytest.mark.parametrize("experts", [1, None])
-def test_one_expert_is_not_an_unknown_number(experts, naive_form, device_and_dtype):
+def test_one_expert_is_not_an_unknown_number(experts, naive_form, device, dtype):
     """With one expert, id 5 names nothing; where their number is unknown, all share the factors."""
-    device, dtype = device_and_dtype
     p = replace(PLAIN, experts=6, mix="one", top_k=1, dtype=dtype).build().to(device)
     shared = {name: [f[:, :1] for f in getattr(p, name)] for name in ("w13_lora_a", "w13_lora_b")}
     p = replace(p, **shared)
@@ -192,9 +186,8 @@ def test_no_experts_are_no_unknown_number_either(naive_form):
             call()
 
 
-def test_fully_sharded_is_shrink_gather_expand(device_and_dtype):
+def test_fully_sharded_is_shrink_gather_expand(device, dtype):
     """Two tensor-parallel ranks: A sharded by rank, B by columns, all ranks of h gathered."""
-    device, dtype = device_and_dtype
     p = replace(PLAIN, dtype=dtype, hidden=48, ranks=(16,) * 3).build()
     there = p.to(device)
     delta, active = moe_lora_delta_ref(**delta_kwargs(p, "w2", mul_routed_weight=True))
@@ -222,8 +215,7 @@ def test_fully_sharded_is_shrink_gather_expand(device_and_dtype):
     check_result(out.tensor, before, delta, naive, active, True)
 
 
-def test_fully_sharded_on_one_rank_needs_no_gather(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_fully_sharded_on_one_rank_needs_no_gather(device, dtype):
     p = replace(PLAIN, dtype=dtype).build().to(device)
     lists = Lists(p, "w13", naive=True)
     whole, sharded = base_output(p, 64).tensor, base_output(p, 64).tensor

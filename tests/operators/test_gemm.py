@@ -13,25 +13,22 @@ from moelora import _C
 
 
 @pytest.mark.parametrize("name", EDGE_CASES)
-def test_edge_cases(name, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_edge_cases(name, device, dtype):
     p = replace(EDGE_CASES[name], dtype=dtype).build()
     for projection in ("w13", "w2"):
         for mul_routed_weight in (False, True):
             hold_gemm(p, device, projection, mul_routed_weight)
 
 
-def test_random_problems(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_random_problems(device, dtype):
     for spec in random_specs(120, first_seed=1000, dtypes=(dtype,)):
         with naming(spec):
             hold_gemm(spec.build(), device, ("w13", "w2")[spec.seed % 2], spec.seed % 3 == 0)
 
 
 @pytest.mark.parametrize("slices", [3, 4])
-def test_more_slices(slices, device_and_dtype):
+def test_more_slices(slices, device, dtype):
     """Projections such as q, k, v: each slice of N columns has its own pair."""
-    device, dtype = device_and_dtype
     p = Spec(
         tokens=9, inter=slices * 10, slices=slices, activation="relu2", mix="many", dtype=dtype
     ).build()
@@ -39,9 +36,8 @@ def test_more_slices(slices, device_and_dtype):
     hold_gemm(p, device, "w13", False)
 
 
-def test_input_per_token_is_input_per_row(device_and_dtype):
+def test_input_per_token_is_input_per_row(device, dtype):
     """x (M, K) means the same as its rows repeated top_k times, x (M * top_k, K)."""
-    device, dtype = device_and_dtype
     p = Spec(tokens=11, top_k=3, dtype=dtype).build().to(device)
     arguments = p.gemm_kwargs("w13")
     per_token = moelora.fused_moe_lora_gemm(**arguments)

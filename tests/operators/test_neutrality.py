@@ -20,8 +20,7 @@ SPECS = {  # larger than those that are drawn
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_base_rows_have_the_bits_of_the_base_layer(name, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_base_rows_have_the_bits_of_the_base_layer(name, device, dtype):
     p = replace(SPECS[name], dtype=dtype).build()
     rows = base_rows(p)
     assert rows.any()
@@ -29,8 +28,7 @@ def test_base_rows_have_the_bits_of_the_base_layer(name, device_and_dtype):
     hold_base_rows(p, device)
 
 
-def test_base_rows_of_random_problems(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_base_rows_of_random_problems(device, dtype):
     for spec in random_specs(100, first_seed=2000, dtypes=(dtype,)):
         if spec.mix == "absent":
             continue

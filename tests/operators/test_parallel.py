@@ -95,23 +95,23 @@ SPECS = {
 
 
 @pytest.fixture(params=SPECS)
-def problem(request, device_and_dtype):
-    spec = replace(SPECS[request.param], tokens=37, experts=8, top_k=3, dtype=device_and_dtype[1])
+def problem(request, device, dtype):
+    spec = replace(SPECS[request.param], tokens=37, experts=8, top_k=3, dtype=dtype)
     if spec.weight_on_input:
         spec = replace(spec, top_k=1)
     return spec.build()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel(problem, ranks, device_and_dtype):
+def test_tensor_parallel(problem, ranks, device, dtype):
     shards = [tensor_parallel(problem, rank, ranks) for rank in range(ranks)]
     assert [shard.w2.size(2) for shard in shards] == [problem.spec.inter // ranks] * ranks
-    check(problem, shards, *device_and_dtype)
+    check(problem, shards, device, dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("placement", ["linear", "round_robin", "uneven"])
-def test_expert_parallel(problem, ranks, placement, device_and_dtype):
+def test_expert_parallel(problem, ranks, placement, device, dtype):
     experts = torch.arange(problem.spec.experts, dtype=torch.int32)
     owner = {
         "linear": experts * ranks // len(experts),
@@ -120,18 +120,17 @@ def test_expert_parallel(problem, ranks, placement, device_and_dtype):
     }[placement]
     shards = [expert_parallel(problem, owner, rank) for rank in range(ranks)]
     assert sum(shard.w13.size(0) for shard in shards) == len(experts)
-    check(problem, shards, *device_and_dtype)
+    check(problem, shards, device, dtype)
 
 
-def test_both(problem, device_and_dtype):
+def test_both(problem, device, dtype):
     owner = torch.arange(problem.spec.experts, dtype=torch.int32) % 2
     halves = [expert_parallel(problem, owner, rank) for rank in range(2)]
     shards = [tensor_parallel(half, rank, 2) for half in halves for rank in range(2)]
-    check(problem, shards, *device_and_dtype)
+    check(problem, shards, device, dtype)
 
 
-def test_a_rank_without_experts_gives_zeros(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_a_rank_without_experts_gives_zeros(device, dtype):
     p = Spec(tokens=9, bias=True, dtype=dtype).build()
     shard = expert_parallel(p, torch.tensor([0, 1, 1, 1], dtype=torch.int32), 0)
     shard.topk_ids = shard.topk_ids.clamp(min=1)

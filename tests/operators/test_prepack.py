@@ -17,8 +17,7 @@ def packed(arguments: dict, *names: str) -> dict:
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (3, 128, 64), (2, 64, 192), (5, 320, 256)])
-def test_tiles_and_back(shape, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_tiles_and_back(shape, device, dtype):
     w = torch.randn(shape).to(device, dtype)
     weights = moelora.prepack_weights(w)
     experts, rows, columns = shape
@@ -44,8 +43,7 @@ def packing(operator, names):
 @pytest.mark.parametrize("names", [("w13",), ("w2",), ("w13", "w2")])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 9, 150])
-def test_layer_with_packed_weights(names, activation, tokens, device_and_dtype):
-    device, dtype = device_and_dtype
+def test_layer_with_packed_weights(names, activation, tokens, device, dtype):
     spec = Spec(**PACKABLE, tokens=tokens, dtype=dtype, bias=True, mix="half_base")
     p = replace(spec, activation=activation, slices=1 + (activation != "relu2")).build()
     y = hold_layer(p, device, packing(moelora.fused_experts_lora, names))
@@ -54,7 +52,6 @@ def test_layer_with_packed_weights(names, activation, tokens, device_and_dtype):
     assert same_bits(y.cpu()[rows], base.cpu()[rows])
 
 
-def test_gemm_with_packed_weights(device_and_dtype):
-    device, dtype = device_and_dtype
+def test_gemm_with_packed_weights(device, dtype):
     p = Spec(**PACKABLE, tokens=9, dtype=dtype).build()
     hold_gemm(p, device, "w13", False, packing(moelora.fused_moe_lora_gemm, ("w",)))

@@ -15,10 +15,9 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 MOST = 512
 
 
-def test_every_batch_up_to_512_tokens(device_and_dtype):
+def test_every_batch_up_to_512_tokens(device, dtype):
     """With adapters of mixed ranks on half of the tokens, and without any. In CI, on a CPU, every
     fifth."""
-    device, dtype = device_and_dtype
     spec = Spec(MOST, experts=8, hidden=136, inter=72, ranks=(8, 64, 1, 17), mix="half_base")
     mixed = replace(spec, dtype=dtype).build()
     problems = mixed, mixed.base()
