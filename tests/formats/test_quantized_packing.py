@@ -239,7 +239,7 @@ def stored(given: Numbers) -> dict[str, list[torch.Tensor | None]]:
     held = {
         "from_gptq": [by_words(given.q).transpose(1, 2), scales, points],
         "from_compressed_tensors": [
-            *(by_words(given.q), given.scales),
+            *(by_words(given.q), given.scales.bfloat16()),
             None if points is None else points.transpose(1, 2),
         ],
     }
@@ -315,33 +315,23 @@ def test_gptq_by_hand():
     assert torch.equal(unpacked[0, 0], (torch.arange(32) % 8 - 8).bfloat16())
 
 
+# The second to seventh have one word of rows, of columns, or of zero points, as dimensions of one
+# have any stride; rows of the last three fill no word.
+SHAPES = [(2, 72, 128), (1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
+SHAPES += [(2, 76, 128), *((2, rows, 64) for rows in (1, 3))]
+
+
 @every_device
 @every_int4
-def test_compressed_tensors(name, device, dtype):
-    given = numbers(name, (2, 76, 128))
-    packed, scales, zeros = placed(stored(given)["from_compressed_tensors"], device)
-    shape = torch.tensor([[76, 128]] * 2)
-    weights = both(
-        lambda *t: QuantizedWeights.from_compressed_tensors(*t, dtype=dtype),
-        *(packed, scales.bfloat16(), zeros, shape),
-    )
-    assert same_bits(weights.unpack().cpu(), given.dequantized(dtype))
-
-
-# The second to seventh have one word of rows, of columns, or of zero points, as dimensions of one
-# have any stride; rows of the last fill no word.
-SHAPES = [(2, 72, 128), (1, 8, 8), (2, 8, 8), (1, 8, 16), (2, 16, 8), (1, 8, 32), (3, 8, 64)]
-SHAPES += [(2, rows, 64) for rows in (1, 3)]
-
-
-@every_device
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g32_zp", "int4_g64_zp"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_checkpoints_of_many_and_few_rows_and_columns(shape, name, device, dtype):
     given = numbers(name, shape)
     for name, tensors in stored(given).items():
-        version = {"checkpoint_format": "gptq_v2"} if name == "from_gptq" else {}
-        make = partial(getattr(QuantizedWeights, name), dtype=dtype, **version)
+        options = {
+            "from_gptq": {"checkpoint_format": "gptq_v2"},
+            "from_compressed_tensors": {"weight_shape": torch.tensor([shape[1:]] * shape[0])},
+        }
+        make = partial(getattr(QuantizedWeights, name), dtype=dtype, **options.get(name, {}))
         weights = both(make, *placed(tensors, device))
         assert same_bits(weights.unpack().cpu(), given.dequantized(dtype)), name
 
