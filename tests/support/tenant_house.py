@@ -35,6 +35,7 @@ class House:
     """Two layers of experts on a pool, and tenants, which learn targets of their own."""
 
     def __init__(self, place, *names, max_loras=4, group=None, **options):
+        self.place = place
         self.device, self.dtype, factors, self.sparse = place
         options = {"max_rank": R, "dtype": factors, "device": self.device} | options
         self.pool = moelora.AdapterPool(LAYERS, max_loras, w13_slices=1, **options)
@@ -71,6 +72,11 @@ class House:
 
     def steps(self, names, numbers):
         return [self.tenants.step(self.losses(names, n)) for n in numbers]
+
+    def assert_as_alone(self, names, numbers):
+        """Each has the factors that these batches give it in a house of its own."""
+        for name in names:
+            assert same(self.factors(name), alone(self.place, name, numbers)[0]), name
 
     def factors(self, name):
         adapter = self.tenants[name].adapter()

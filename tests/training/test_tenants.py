@@ -89,8 +89,7 @@ def test_what_goes_wrong_stops_one_tenant(place, bad, tmp_path):
     assert isinstance(house.tenants["med"].error, ZeroDivisionError) == (bad == "exception")
     assert house.tenants.running() == ["law", "code"]
     assert "med" not in house.steps(["law", "code", "med"], range(3, 4))[0]
-    for name in ("law", "code"):
-        assert same(house.factors(name), alone(place, name, range(4))[0])
+    house.assert_as_alone(("law", "code"), range(4))
     assert same(house.factors("med"), before)
     house.tenants.save("med", tmp_path)
     house.tenants.remove("med")
@@ -236,7 +235,7 @@ def test_an_update_that_overflows(place, distance):
     assert not step["med"].updated and house.tenants["med"].updates == 0
     assert same(house.factors("med"), before)
     assert same([s[1] for s in house.tenants._stacks], served)
-    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+    house.assert_as_alone(["law"], range(1))
 
 
 def test_a_step_under_no_grad(place):
@@ -245,7 +244,7 @@ def test_a_step_under_no_grad(place):
     with torch.no_grad():
         steps = house.tenants.step(losses | {"med": lambda: losses["med"]})
     assert steps["law"].updated and steps["med"].updated
-    assert same(house.factors("law"), alone(place, "law", range(1))[0])
+    house.assert_as_alone(["law"], range(1))
 
 
 def test_a_pool_has_one_tenants():

@@ -64,7 +64,7 @@ def test_calls_within_a_step_are_refused(method, tmp_path):
     step = house.tenants.step(house.losses(["law"], 0) | {"med": call})
     assert step["law"].updated
     assert step["med"].stopped.startswith(f"its loss raised RuntimeError: {method} is called by")
-    assert same(house.factors("law"), alone(FLOAT32, "law", range(1))[0])
+    house.assert_as_alone(["law"], range(1))
     assert house.tenants.names() == ["law", "med"]
     call()
 

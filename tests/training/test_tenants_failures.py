@@ -42,8 +42,7 @@ def test_an_interrupted_step_can_be_repeated(place, where, monkeypatch):
         patch.setattr(of, name, once(getattr(of, name), call, KeyboardInterrupt()))
         house.steps(["med", "code"], [1])
     if where in ("publish", "finish"):  # the update is current: its slots are written anyway
-        for name in ("med", "code"):
-            assert same(house.factors(name), alone(place, name, range(2))[0])
+        house.assert_as_alone(("med", "code"), range(2))
         assert [house.tenants[n].updates for n in ("med", "code")] == [2, 1]
         assert house.tenants["code"].pending == 0 and house.tenants._stacks[0].grad is None
         return
@@ -89,8 +88,7 @@ def test_a_backward_that_raises_stops_its_tenant(place, bad, order):
     assert "the backward of its loss raised" in house.tenants["med"].stopped
     assert not house.pool.adapter_enabled[house.pool.lookup("med")]
     house.steps(order, range(1, 4))
-    for name in ("law", "code"):
-        assert same(house.factors(name), alone(place, name, range(4))[0])
+    house.assert_as_alone(("law", "code"), range(4))
 
 
 @pytest.mark.parametrize("names", [["code"], ["code", "med"]], ids=["one", "two"])
@@ -106,8 +104,7 @@ def test_a_shared_backward_that_raises_stops_nobody(names):
     assert house.tenants.running() == [*names, "law"]
     assert house.tenants["code"].pending == 1
     house.steps(names, range(1, 4))
-    for name in names:
-        assert same(house.factors(name), alone(FLOAT32, name, range(4))[0])
+    house.assert_as_alone(names, range(4))
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -130,8 +127,7 @@ def test_a_backward_that_ends_halfway(place, error, monkeypatch):
         house.tenants.step(losses)
     assert house.tenants.running() == ["law", "code"]
     house.steps(["law", "code"], range(1, 4))
-    for name in ("law", "code"):
-        assert same(house.factors(name), alone(place, name, range(4))[0])
+    house.assert_as_alone(("law", "code"), range(4))
 
 
 def test_who_is_stopped_before_a_backward_that_raises_is_disabled():

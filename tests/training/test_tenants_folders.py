@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tenant_house import FLOAT32, PLACES, E, House, K, R, alone, draw, same
+from tenant_house import FLOAT32, PLACES, E, House, K, R, draw, same
 
 import moelora
 from moelora.operators.sparse import sparse_tensor
@@ -244,7 +244,7 @@ def test_a_setting_of_any_size_concerns_its_tenant_alone(setting, tmp_path):
     law = house.add("law", tmp_path, resume=True)
     assert law.optimizer.param_groups[0][setting] == 3e38
     steps = house.steps(["med", "law"], range(2))
-    assert same(house.factors("med"), alone(FLOAT32, "med", range(2))[0])
+    house.assert_as_alone(["med"], range(2))
     assert [step["med"].updated for step in steps] == [True, True]
     # A large eps makes updates small.
     assert (law.stopped is None) == (setting == "eps")

@@ -146,7 +146,7 @@ def test_a_step_leaves_what_others_have_written_since(place, act, host, tmp_path
     assert house.pool.lookup("law") == slot and same(slot_of(house, "law"), written)
     assert house.pool.adapter_enabled[slot]
     assert step["med"].updated
-    assert same(house.factors("med"), alone(place, "med", range(2))[0])
+    house.assert_as_alone(["med"], range(2))
 
 
 def test_a_folder_has_the_factors_of_one_version(tmp_path, monkeypatch):
@@ -219,8 +219,7 @@ def test_a_step_without_a_slot_for_the_next_version_changes_nothing(names, max_l
         house.tenants.step(functions)
     assert not computed
     assert all(step.updated for step in house.tenants.step(functions).values())
-    for name in names:
-        assert same(house.factors(name), alone(FLOAT32, name, range(1))[0])
+    house.assert_as_alone(names, range(1))
 
 
 # ---- interrupts ----

@@ -198,7 +198,7 @@ def test_tenants_of_both_kinds(place):
     house.tenants.remove("code")
     house.tenants.remove("med")
     house.steps(["law"], range(6, 7))
-    assert same(house.factors("law"), alone(dense, "law", range(7))[0])
+    house.assert_as_alone(["law"], range(7))
     again = House(dense, "law")
     again.add("code", sparse=True)
     again.steps(["law", "code"], range(1, 6))
