@@ -7,7 +7,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from cases import Spec
+from cases import Spec, same_bits
 from checks import FLOOR_ROUNDINGS, UNIT_ROUNDOFF, assert_close_to_ref, naming
 from conftest import PLACES
 from torch import Tensor
@@ -80,6 +80,12 @@ def by_hand(arguments: dict, grad_out: Tensor, **options) -> dict:
     _, saved = moelora.fused_experts_lora_saving(**arguments)
     grads = moelora.fused_experts_lora_backward(grad_out, saved, **arguments, **options)
     return flat(grads._asdict())
+
+
+def assert_bits(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Each gradient that is found has the bits of the one of its name."""
+    for name, grad in found.items():
+        assert same_bits(grad, want[name]), name
 
 
 def saved_bytes(function) -> dict[int, int]:

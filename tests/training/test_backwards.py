@@ -23,6 +23,7 @@ from checks import guarded_empty
 from conftest import PLACES, on_gpu
 from gradient_cases import (
     FEW_PLACES,
+    assert_bits,
     assert_gradients,
     assert_samples,
     by_autograd,
@@ -70,8 +71,7 @@ def test_rows_of_grad_out_in_any_strides(place, operator):
     spread = torch.full((*grad_out.shape[:-2], grad_out.size(-2) + 1, grad_out.size(-1) + 8), 1e9)
     spread = spread.to(grad_out)[..., :-1, :-8].copy_(grad_out)
     want = operator.by_hand(arguments, grad_out)
-    for name, grad in operator.by_hand(arguments, spread).items():
-        assert same_bits(grad, want[name]), name
+    assert_bits(operator.by_hand(arguments, spread), want)
 
 
 @pytest.mark.parametrize("place", FEW_PLACES)
@@ -98,8 +98,7 @@ def test_an_unknown_number_of_experts(place):
     arguments |= {name: arguments[name][:, :1].contiguous() for name in FACTORS}
     arguments["num_experts"] = None
     want = DOWN_DELTA.by_autograd(arguments, grad_out)
-    for name, grad in DOWN_DELTA.by_hand(arguments, grad_out).items():
-        assert same_bits(grad, want[name]), name
+    assert_bits(DOWN_DELTA.by_hand(arguments, grad_out), want)
 
 
 # ---- dtypes of factors and of gradients ----
@@ -134,7 +133,7 @@ def test_float32_factors_between_the_numbers_of_16_bits(place, operator):
     rounded = with_factors(between, lambda t: t.to(place[1]))
     assert same_bits(*(operator(**each) for each in (between, rounded)))
     found, want = (operator.by_hand(each, grad_out, float32=True) for each in (between, rounded))
-    assert all(same_bits(found[name], want[name]) for name in want)
+    assert_bits(want, found)
     grads = operator.by_autograd(between, grad_out)
     if operator is LAYER:
         assert_gradients(grads, between, grad_out, place[1])
@@ -155,8 +154,7 @@ def test_float32_factors_beside_weights_of_every_form(form, place):
     wide = with_factors(arguments, torch.Tensor.float)
     assert same_bits(DOWN(**wide), DOWN(**arguments))
     want = DOWN.by_hand(plain, grad_out, float32=True)
-    for name, grad in DOWN.by_autograd(wide, grad_out).items():
-        assert same_bits(grad, want[name]), name
+    assert_bits(DOWN.by_autograd(wide, grad_out), want)
 
 
 @each(WITHOUT_LAYER)
@@ -172,7 +170,7 @@ def test_strides_of_float32_factors(place, operator):
         return wide[..., 1:-2]
 
     found = operator.by_hand(with_factors(arguments, apart), grad_out, float32=True)
-    assert all(same_bits(found[name], want[name]) for name in want)
+    assert_bits(want, found)
 
 
 @each(KINDS)
@@ -369,8 +367,7 @@ def test_compiled(place, operator):
     want = operator.by_hand(wide, grad_out)
     call = torch.compile(lambda given: operator(**given), backend="aot_eager", fullgraph=True)
     found = by_autograd(wide, grad_out, function=lambda **given: call(given))
-    for name, grad in found.items():
-        assert same_bits(grad, want[name]), name
+    assert_bits(found, want)
 
 
 @each(WITHOUT_LAYER)

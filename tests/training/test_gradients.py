@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import same_bits
 from glue_cases import K, M, inputs, op_calls, operator, tensors_in, with_another
-from gradient_cases import by_autograd, by_hand, grad_like, leaves
+from gradient_cases import assert_bits, by_autograd, by_hand, grad_like, leaves
 from torch.autograd import forward_ad
 
 import moelora
@@ -104,8 +104,7 @@ def test_gradients_of_every_layout():
         torch.cat([GRAD_OUT, GRAD_OUT], 1)[:, 3 : 3 + K],
     ):
         want = by_autograd(given, grad_out.contiguous(), TRAINED)
-        for name, grad in by_autograd(given, grad_out, TRAINED).items():
-            assert same_bits(grad, want[name])
+        assert_bits(by_autograd(given, grad_out, TRAINED), want)
 
 
 def test_routing_weights_of_16_bits():
@@ -257,7 +256,7 @@ def test_offloaded_activations():
     with torch.autograd.graph.save_on_cpu():
         found = by_autograd(given, GRAD_OUT, TRAINED)
     want = by_autograd(given, GRAD_OUT, TRAINED)
-    assert all(same_bits(found[name], want[name]) for name in want)
+    assert_bits(want, found)
 
 
 # ---- in-place operators ----

@@ -12,6 +12,7 @@ from checks import naming
 from conftest import CUDA_DTYPES, PLACES, on_gpu
 from gradient_cases import (
     assert_accurate_on_average,
+    assert_bits,
     assert_samples,
     by_autograd,
     grad_like,
@@ -92,8 +93,7 @@ def test_delta_of_a_base_product(device, operator):
             assert operator(**given, out=base, add_inputs=add_inputs) is base and base.requires_grad
             return base
 
-        for name, grad in by_autograd(arguments, grad_out, function=onto_base).items():
-            assert same_bits(grad, alone[name]), name
+        assert_bits(by_autograd(arguments, grad_out, function=onto_base), alone)
         assert same_bits(base.detach(), want)
         assert same_bits(leaf.grad, grad_out) if add_inputs else leaf.grad is None
 
@@ -219,5 +219,4 @@ def test_a_captured_step_serves_any_routing(dtype, operator):
     for name in (operator.x, "topk_ids", "topk_weights", "token_lora_mapping"):
         arguments[name].copy_(other[name])
     found = captured.replay()
-    for name, want in operator.by_autograd(arguments, grad_out).items():
-        assert same_bits(found[name], want), name
+    assert_bits(operator.by_autograd(arguments, grad_out), found)

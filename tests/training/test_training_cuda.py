@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from conftest import CUDA_DTYPES, needs_gpu
-from gradient_cases import flat, grad_like, leaves
+from gradient_cases import assert_bits, flat, grad_like, leaves
 from quantized_cases import ALL_FORMATS, NATIVE, build, dense, made
 from streams import Captured, no_waits
 
@@ -50,24 +50,7 @@ def test_a_captured_step_serves_any_routing(spec, form, dtype):
         for name in CHANGING:
             arguments[name].copy_(getattr(dense(other), name))
         found = captured.replay()
-        for name, want in step(arguments, grad_out).items():
-            assert same_bits(found[name], want), name
-
-
-def test_a_step_of_autograd_is_captured():
-    p = replace(SPEC, dtype=torch.bfloat16).build().to("cuda")
-    arguments, grad_out = p.kwargs(), grad_like(p.hidden_states.shape, torch.bfloat16, "cuda")
-    x = p.hidden_states.detach().requires_grad_()
-    a = p.w2_lora_a.detach().requires_grad_()
-    arguments |= {"hidden_states": x, "w2_lora_a": a}
-
-    def run():
-        x.grad = a.grad = None
-        moelora.fused_experts_lora(**arguments).backward(grad_out)
-        return x.grad, a.grad
-
-    found = Captured(run).replay()
-    assert all(map(same_bits, found, run()))
+        assert_bits(step(arguments, grad_out), found)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 600])
