@@ -1,10 +1,8 @@
 """Bad input: a Python exception that names the argument, what was got and what was wanted.
 
 C validates arguments, in words that tests/c holds; here is that they reach it under their names,
-that meta tensors are refused in the same words, and that nothing is written before. Problems have
-M = 5 tokens, top_k = 2, E = 4 experts, K = 64, I = 32, and two adapters of maximum rank R = 16;
-those of adapters alone have 9 tokens and three adapters of rank 8, and SGLang's MLP of adapters
-is of the first with one slice.
+that meta tensors are refused in the same words, and that nothing is written before. What is changed
+are the arguments of `glue_cases.public_calls`.
 """
 
 import math
@@ -13,12 +11,12 @@ import types
 import pytest
 import torch
 from cases import Spec, same_bits
-from delta_cases import PLAIN, Lists, base_output, delta_kwargs
+from glue_cases import LORAS as L
+from glue_cases import TOP_K, E, I, K, M, R, public_calls
 
 import moelora
 from moelora.operators.call import _fits
 
-M, TOP_K, E, K, I, L, R = 5, 2, 4, 64, 32, 2, 16
 ERRORS = (ValueError, RuntimeError, TypeError, NotImplementedError)
 # The memory that meta tensors have not: a number in it, and what an output shares with an input.
 MEMORY = ("shares memory", "share memory", "num_active_loras")
@@ -34,62 +32,22 @@ def ids(*shape, dtype=torch.int32):
 
 def meta(value):
     if isinstance(value, list | tuple):
-        return [meta(v) for v in value]
+        return type(value)(meta(v) for v in value)
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
 
-# ---- valid arguments ----
-
-
-def of_lists():
-    p = PLAIN.build()
-    return Lists(p, "w13", naive=False).of_fused(base_output(p, 68).tensor)
-
-
-def of_delta():
-    p = PLAIN.build()
-    return {**delta_kwargs(p, "w13"), "out": base_output(p, 64).tensor}
-
-
-def of_mlp():
-    given = Spec(slices=1).build().kwargs()
-    names = ("hidden_states", "topk_ids", "topk_weights", "w13_lora_a", "w13_lora_b")
-    taken = ("x", "expert_ids", "routing_weights", "gate_up_a", "gate_up_b")
-    names += ("w2_lora_a", "w2_lora_b", "token_lora_mapping", "lora_ranks", "lora_scalings")
-    taken += ("down_a", "down_b", "weight_indices", "lora_ranks", "scalings")
-    found = {ours: given[name] for ours, name in zip(taken, names, strict=True)}
-    return {**found, "output": torch.ones(M, K)}
-
-
-ROUTING = {"topk_ids": ids(M, TOP_K), "num_experts": E, "block_size": 4}
-CALLS = {
-    "layer": (
-        moelora.fused_experts_lora,
-        lambda: {**Spec().build().kwargs(), "out": torch.ones(M, K)},
-    ),
-    "gemm": (
-        moelora.fused_moe_lora_gemm,
-        lambda: {**Spec().build().gemm_kwargs("w13"), "out": torch.ones(M, TOP_K, 2 * I)},
-    ),
-    "delta": (moelora.moe_lora_gate_up_delta, of_delta),
-    "lists": (moelora.fused_moe_lora, of_lists),
-    "mlp": (moelora.moe_lora_fused, of_mlp),
-    "align": (moelora.moe_align_block_size, lambda: ROUTING),
-    "lora align": (moelora.moe_lora_align_block_size, lambda: Spec().build().align_kwargs(4)),
-    "sorting": (moelora.moe_sorting, lambda: {**ROUTING, "topk_weights": zeros(M, TOP_K)}),
-    "prepack": (moelora.prepack_weights, lambda: {"w": zeros(2, 64, 64)}),
-}
 A13, B13, BF16 = zeros(L, E, R, K), zeros(L, E, I, R), torch.bfloat16
+LAYER, DELTA, LISTS = "fused_experts_lora", "moe_lora_gate_up_delta", "fused_moe_lora"
 ONE_A = "expected a normal float32 above 0"
 OAI = {"activation": "swigluoai"}
 
-# For each call: what it is given instead, and the message behind the operator's name.
+# For each operator: what it is given instead, and the message behind its name.
 REFUSED = {
-    "layer": [
+    LAYER: [
         ({"hidden_states": zeros(*[1] * 6)}, "hidden_states has 6 dimensions"),
-        ({"hidden_states": zeros(K, M).t()}, "hidden_states.stride(1) is 5, expected 1: the last"),
+        ({"hidden_states": zeros(K, M).t()}, "hidden_states.stride(1) is 6, expected 1: the last"),
         *(
             ({"w13": zeros(E, 2 * I, K).to(d)}, f"w13 has dtype {str(d)[6:]}, expected float32")
             for d in (BF16, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.complex64)
@@ -101,6 +59,12 @@ REFUSED = {
         ({"w13_lora_b": [B13]}, "w13_lora_a has 2 slices, w13_lora_b has 1"),
         ({"w2_lora_b": None}, "w2_lora_a has 1 slices, w2_lora_b has 0"),
         ({"expert_map": ids(2, 4)}, "expert_map has 2 dimensions, expected 1:"),
+        ({"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
+        ({"w13_lora_a": 3}, "w13_lora_a is an int, expected Tensor or a"),
+        ({"w13_lora_a": ["a"]}, "w13_lora_a is a list of str, expected Tensor"),
+        ({"adapter_enabled": (True,)}, "adapter_enabled is a tuple of bool"),
+        ({"activation": ["silu"]}, "activation is a list of str, expected str"),
+        ({"out": "x"}, "out is a str, expected Tensor or None"),
         ({"activation": "swish"}, "activation is 'swish', must be one of 'silu', 'gelu',"),
         *(
             (OAI | {name: value}, f"{name} is {text}, {ONE_A}")
@@ -111,16 +75,17 @@ REFUSED = {
             )
         ),
     ],
-    "gemm": [
+    "fused_moe_lora_gemm": [
         ({"lora_a": [A13] * 5, "lora_b": [zeros(L, E, 12, R)] * 5}, "lora_a has 5 slices, at"),
         ({"token_lora_mapping": None}, "token_lora_mapping is None, but lora_a is not"),
         ({"token_lora_mapping": ids(0)}, "token_lora_mapping is None, but lora_a is not"),
     ],
-    "delta": [
+    DELTA: [
         ({"num_experts": 5}, "lora_a[0].size(1) is 4, num_experts is 5: expected as many"),
+        ({"num_experts": "4"}, "num_experts is a str, expected int or None"),
     ],
-    "lists": [
-        ({"offset": 5}, "offset is 5, expected 0 or more and at most 4: output has 68 columns,"),
+    LISTS: [
+        ({"offset": 5}, "offset is 5, expected 0 or more and at most 0: output has 64 columns,"),
         ({"offset": -1}, "offset is -1, expected 0 or more"),
         ({"max_lora_rank": 16}, "max_lora_rank is 16, lora_a_stacked[0].size(2) is 8"),
         ({"top_k_num": 3}, "top_k_num is 3, topk_weights.size(1) is 2"),
@@ -128,7 +93,7 @@ REFUSED = {
         ({"sorted_token_ids": ids(3, 64).long()}, "sorted_token_ids has dtype int64, expected"),
         ({"num_active_loras": ids(2)}, "num_active_loras has 2 elements on cpu, expected 1 on"),
     ],
-    "mlp": [
+    "moe_lora_fused": [
         ({"output": zeros(M, 63)}, "output.size(1) is 63, x.size(1) is 64"),
         ({"output": zeros(100).as_strided((M, K), (1, 1))}, "output.stride"),
         ({"gate_up_b": zeros(L, E, 63, R)}, "63 columns"),
@@ -138,7 +103,7 @@ REFUSED = {
         ({"down_b": zeros(L, 3, K, R)}, "down_b[0].size(1) is 3, num_experts is 4"),
         ({"weight_indices": ids(4)}, "weight_indices.size(0) is 4, expert_ids"),
     ],
-    "align": [
+    "moe_align_block_size": [
         ({"block_size": -(2**31) - 1}, "block_size is -2147483649, which is outside int32"),
         ({"num_experts": -1}, "num_experts is -1, expected at least 1"),
         *(
@@ -146,14 +111,15 @@ REFUSED = {
             for size in (2**31 - 1, 2**30)  # before it allocates them
         ),
     ],
-    "lora align": [
+    "moe_lora_align_block_size": [
         ({"block_size": 2**31}, "block_size is 2147483648, which is outside int32"),
+        ({"block_size": None}, "block_size is None, expected int"),
         ({"mode": "base"}, "mode is 'base', must be one of 'uniform', 'segmented'"),
     ],
-    "sorting": [
+    "moe_sorting": [
         ({"topk_weights": zeros(M, 3)}, "topk_weights.size(1) is 3, topk_ids.size(1) is 2"),
     ],
-    "prepack": [
+    "prepack_weights": [
         ({"w": zeros(2, 100, 64)}, "w.size(1) is 100, expected a multiple of 64"),
     ],
 }  # fmt: skip
@@ -171,47 +137,22 @@ IDS = [f"{call}-{message.split(' is ')[0]}" for call, _, message in ROWS]
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=IDS)
 def test_refusals(row):
     call, changes, message = ROWS[row]
-    function, arguments = CALLS[call]
-    arguments = {**arguments(), **changes}
+    function, arguments = public_calls()[call]
+    arguments = {**arguments, **changes}
     before = [t.clone() for t in tensors_of(arguments)]
     with pytest.raises((ValueError, TypeError)) as caught:
         function(**arguments)
     assert message in str(caught.value)
+    assert caught.type is ValueError or str(caught.value).startswith(f"{call}: ")
     for now, then in zip(tensors_of(arguments), before, strict=True):
         assert same_bits(now, then), "something was written before the error"
-    if call != "lists":
+    if call != LISTS:
         with pytest.raises((ValueError, TypeError)) as again:
             function(**{name: meta(value) for name, value in arguments.items()})
         assert str(again.value) == str(caught.value)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_what_the_refused_are_made_from_is_right(call):
-    function, arguments = CALLS[call]
-    function(**arguments())
-
-
 # ---- types ----
-
-LAYER, DELTA = "fused_experts_lora", "moe_lora_gate_up_delta"
-TYPES = [
-    (LAYER, {"w2": None}, "w2 is None, expected Tensor or PackedWeights"),
-    (LAYER, {"w13": zeros(2, 2).to_sparse()}, "w13 is a tensor of layout torch.sparse_coo, exp"),
-    (LAYER, {"w13_lora_a": 3}, "w13_lora_a is an int, expected Tensor or a"),
-    (LAYER, {"w13_lora_a": ["a"]}, "w13_lora_a is a list of str, expected Tensor"),
-    (LAYER, {"adapter_enabled": (True,)}, "adapter_enabled is a tuple of bool"),
-    (LAYER, {"activation": ["silu"]}, "activation is a list of str, expected str"),
-    (LAYER, {"out": "x"}, "out is a str, expected Tensor or None"),
-    (DELTA, {"num_experts": "4"}, "num_experts is a str, expected int or None"),
-    ("moe_lora_align_block_size", {"block_size": None}, "block_size is None, expected int"),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "message"), TYPES)
-def test_types(name, changes, message):
-    arguments = next(make for function, make in CALLS.values() if function.__name__ == name)
-    with pytest.raises(TypeError, match=f"^{name}: {message}"):
-        getattr(moelora, name)(**{**arguments(), **changes})
 
 
 def test_any_value_fits_a_type_with_parameters():
@@ -221,6 +162,13 @@ def test_any_value_fits_a_type_with_parameters():
         __class__ = property(lambda self: type)
 
     assert _fits((0, 1), Alias(tuple, (int, int)))
+
+
+def test_a_layout_of_torch_is_a_type():
+    with pytest.raises(
+        TypeError, match="^prepack_weights: w is a tensor of layout torch.sparse_co"
+    ):
+        moelora.prepack_weights(zeros(2, 2).to_sparse())
 
 
 def test_a_wrong_call_says_what_python_says():
@@ -245,7 +193,7 @@ def test_numbers_of_other_libraries_are_numbers():
 @pytest.mark.parametrize("kept", ["w13", "w2", "both"])
 def test_factors_without_a_mapping(kept):
     """Nearly always forgotten; who means it says -1, or passes no factors."""
-    p = Spec(spare_rank=0, pass_ranks=False, ranks=(R, R)).build()
+    p = Spec(tokens=M, spare_rank=0, pass_ranks=False, ranks=(R, R)).build()
     arguments = p.kwargs()
     for name in ("w13", "w2"):
         if kept not in (name, "both"):
@@ -261,13 +209,13 @@ def test_factors_without_a_mapping(kept):
 
 def test_output_must_not_share_memory_with_an_input():
     """Only the layer's hidden_states may be its output, and then exactly."""
-    p = Spec(hidden=64, inter=32).build()
+    p = Spec(tokens=M, hidden=K).build()
     rows = torch.zeros(M + 1, K)
     p.hidden_states = rows[:M]
     with pytest.raises(ERRORS, match="out shares memory with hidden_states"):
         moelora.fused_experts_lora(**p.kwargs(), out=rows[1:])
     assert not rows.any()
-    arguments = of_lists()
+    _, arguments = public_calls()[LISTS]
     arguments["qcurr_hidden_states"] = arguments["output"][:, 0, :64]
     with pytest.raises(ERRORS, match="output shares memory with qcurr_hidden_states"):
         moelora.fused_moe_lora(**arguments)

@@ -1,8 +1,19 @@
-"""Small valid argument lists of every compiled operator, for tests of the boundary itself."""
+"""Small valid argument lists of every public and compiled operator, for tests of the boundary."""
+
+from dataclasses import replace
+from functools import cache
 
 import torch
+from backward_cases import converted
+from cases import Spec
+from delta_cases import PLAIN, Lists, base_output, columns_of, delta_kwargs
+from quantized_cases import ALL_FORMATS, build, quantize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moelora
 
 M, TOP_K, E, K, I, R, LORAS = 6, 2, 4, 64, 64, 4, 2
+VLLM = ("fused_moe_lora", "fused_moe_lora_shrink", "fused_moe_lora_expand")
 
 
 def inputs(device="cpu", dtype=torch.float32, tokens=M):
@@ -34,167 +45,183 @@ def inputs(device="cpu", dtype=torch.float32, tokens=M):
     }
 
 
-def quantized_calls(device):
-    """Calls that take or make tiles, of MXFP4 w13 and of INT4 w2 with zero points."""
-    make = torch.Generator().manual_seed(8)
-
-    def numbers(low, high, *shape):
-        return torch.randint(low, high, shape, generator=make, dtype=torch.uint8).to(device)
-
-    given = inputs(device, torch.bfloat16)
-    absent = torch.empty(0, device=device)
-    blocks, scales = numbers(0, 256, E, 2 * I, K // 2), numbers(118, 124, E, 2 * I, K // 32)
-    values, zeros = numbers(0, 256, E, K, I // 2), numbers(0, 16, E, K, I // 64)
-    scales16 = numbers(40, 80, E, 2 * I, K // 16)
-    steps = torch.full((E, K, I // 64), 0.02, device=device)
-    tiles13, tiles2 = numbers(0, 1, E, 2, 1, 2176), numbers(0, 1, E, 1, 1, 2240)
-    w13, w2 = [given["w13_lora_a"], given["w13_lora_b"]], [given["w2_lora_a"], given["w2_lora_b"]]
-    routing = (given["topk_weights"], given["topk_ids"], given["token_lora_mapping"])
-    adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
-    experts = (
-        *(given["hidden_states"], tiles13, tiles2, *routing, *w13, *([f] for f in w2), *adapters),
-        *(given["w13_one_a"], given["w13_bias"], given["w2_bias"], 0, 0.0, 0.0, absent, False),
-        *(1, 1, 2 * I, 0, 0.0, 4, K),
-    )
-    gemm = (
-        *(given["hidden_states"], tiles13, *routing, *w13, *adapters, given["w13_bias"]),
-        *(absent, True, 1, 0, 2 * I),
-    )
-    fp8, steps8 = numbers(0, 127, E, 2 * I, K), torch.full((E, 1, 1), 0.02, device=device)
-    layout8 = (6, 0, 2 * I, 1, 0.0)
-    experts8, tiles8_2 = (1, 1, 2 * I, 0, 0.0, 8, K, 3, 0.25), numbers(0, 1, E, 1, 1, 8448)
-    tiles8 = numbers(0, 1, E, 2, 1, 8208)
-    return [
-        ("fused_moe_lora_gemm", gemm),
-        ("fused_moe_lora_gemm", (gemm[0], tiles8, *gemm[2:-3], *layout8)),
-        ("fused_moe_lora_gemm_out", (*gemm[:-3], gemm[0].new_empty(M, TOP_K, 2 * I), *gemm[-3:])),
-        ("fused_experts_lora", experts),
-        ("fused_experts_lora", (*experts[:2], tiles8_2, *experts[3:-7], *experts8)),
-        ("fused_experts_lora_out", (*experts[:-7], gemm[0].new_empty(M, K), *experts[-7:])),
-        ("pack_quantized", (blocks, scales, absent, absent, 1, 1, 0)),
-        ("pack_quantized", (blocks, scales16, absent, steps8[:, 0], 9, 1, 0)),
-        ("pack_quantized", (values, steps, zeros, absent, 4, 0, 1)),
-        ("pack_quantized", (fp8, steps8, absent, absent, 6, 1, 0, 128, 128)),
-        ("unpack_quantized", (tiles8, 6, 1, 2 * I, K, 1)),
-        ("unpack_quantized", (tiles13, 1, 2, 2 * I, K, 0)),
-        ("unpack_quantized", (tiles2, 4, 0, K, I - 2, 1)),
-    ]
+def vllm_calls(device, dtype):
+    """Of vLLM's operators, in both forms."""
+    p = replace(PLAIN, dtype=dtype).build().to(device)
+    for form, naive in (("", False), (" naive", True)):
+        lists = Lists(p, "w13", naive)
+        out, rank = base_output(p, columns_of(p, "w13")).tensor, lists.a[0].size(2)
+        h = lists.x.new_zeros(len(lists.a), *p.topk_ids.shape, rank)
+        halves = lists.of_shrink(h, lists.a), lists.of_expand(out, h, lists.b)
+        for name, of in zip(VLLM, (lists.of_fused(out), *halves), strict=True):
+            yield name + form, of | {"num_experts": lists.num_experts}
 
 
-def training_calls(experts, base):
-    """Calls of the operators of a layer's backward."""
-    x = experts[0]
-    grad_out, gate_up = torch.ones_like(x), x.new_full((M * TOP_K, 2 * I), 0.5)
-    shrinks = x.new_full((M * TOP_K, 2, R), 0.25), x.new_full((M * TOP_K, R), 0.25)
-    before, none = (grad_out, gate_up, *shrinks, *experts), x.new_empty(0)
-    into = [torch.zeros_like(x), torch.zeros_like(experts[3])]
-    into += [[torch.zeros_like(t) for t in factors] for factors in experts[6:10]]
-    into += [torch.zeros_like(bias) for bias in experts[14:16]]
-    some = [none.clone(), into[1].clone(), [], [torch.zeros_like(t) for t in experts[7]], [], []]
-    return [
-        ("fused_experts_lora_saving", experts),
-        ("fused_experts_lora_saving", base),
-        ("fused_experts_lora_backward", (*before, 255, False)),
-        ("fused_experts_lora_backward", (*before, 4 + 32 + 64, True)),
-        ("fused_experts_lora_backward", (grad_out, gate_up, none, none, *base, 3, False)),
-        ("fused_experts_lora_backward_over", (grad_out, gate_up.clone(), *before[2:], 255, False)),
-        ("fused_experts_lora_backward_out", (*before, *into, none, False)),
-        (
-            "fused_experts_lora_backward_out",
-            (*before, *some, none.clone(), none.clone(), none, True),
-        ),
-    ]
+def public_calls(device="cpu", dtype=torch.float32):
+    """(function, valid arguments) of every public operator, by its name and, of some, a form."""
+    given, spec = inputs(device, dtype), Spec(dtype=dtype).build().to(device)
+    spec.adapter_enabled = given["adapter_enabled"]
+
+    def zeros(*shape, dtype=dtype):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    one_expert = delta_kwargs(spec, "w13")
+    one_expert |= {k: [t[:, :1] for t in one_expert[k]] for k in ("lora_a", "lora_b")}
+    one_expert |= {"num_experts": None, "expert_map": None}
+    routing = {"topk_ids": given["topk_ids"], "num_experts": E, "block_size": 4}
+    ids = {"expert_ids": given["topk_ids"], "weight_indices": given["token_lora_mapping"]}
+    ids |= {"lora_ranks": given["lora_ranks"], "adapter_enabled": given["adapter_enabled"]}
+    weighted = {"routing_weights": given["topk_weights"], "scalings": given["lora_scalings"]}
+    a13, b13 = zeros(LORAS, E, R, K), zeros(LORAS, E, 2 * I, R)
+    a2, b2 = given["w2_lora_a"], given["w2_lora_b"]
+    h, activated = zeros(M, TOP_K, R), zeros(M, TOP_K, I)
+    combined = {"output": zeros(M, K), "down_a": a2, "down_b": b2, **ids, **weighted}
+    out, saved = moelora.fused_experts_lora_saving(**given)
+    gemm, delta = spec.gemm_kwargs(), delta_kwargs(spec, "w13")
+    grad_out = zeros(*spec.topk_ids.shape, spec.w13.size(1))
+    align = {**routing, "token_lora_mapping": given["token_lora_mapping"], "max_loras": LORAS}
+    lists = {
+        "sorted_token_ids": zeros(LORAS, 24, dtype=torch.int32),
+        "expert_ids": zeros(LORAS, 6, dtype=torch.int32),
+        "num_tokens_post_pad": zeros(LORAS, dtype=torch.int32),
+        "lora_ids": torch.arange(LORAS, dtype=torch.int32, device=device),
+    }
+    expert_map = torch.arange(E, dtype=torch.int32, device=device)
+    calls = {
+        "fused_experts_lora": {**given, "out": zeros(M, K)},
+        "fused_experts_lora_saving": given,
+        "fused_experts_lora_backward": {"grad_out": out, "saved": saved, **given},
+        "fused_moe_lora_gemm": gemm,
+        "fused_moe_lora_gemm_backward": {"grad_out": grad_out, **gemm},
+        "moe_lora_gate_up_delta": delta,
+        "moe_lora_gate_up_delta of one": one_expert,
+        "moe_lora_down_delta": delta_kwargs(spec, "w2"),
+        "moe_lora_delta_backward": {"grad_out": grad_out, **delta},
+        "moe_align_block_size": {**routing, "expert_map": expert_map},
+        "moe_lora_align_block_size": {**align, "adapter_enabled": given["adapter_enabled"]},
+        "moe_lora_align_block_size of vllm": align | lists,
+        "moe_sorting": {**routing, "topk_weights": given["topk_weights"]},
+        "prepack_weights": {"w": given["w13"]},
+        "moe_lora_a": {"x": zeros(M, K), "lora_a": a13, "out": h, **ids},
+        "moe_lora_gate_up_b": {"intermediate_a": h, "gate_up_b": b13, "out": activated, **ids},
+        "moe_lora_down_combine": {"activated": activated, **combined},
+        "moe_lora_fused": {"x": zeros(M, K), "gate_up_a": a13, "gate_up_b": b13, **combined},
+        **dict(vllm_calls(device, dtype)),
+    }
+    return {name: (getattr(moelora, name.split()[0]), of) for name, of in calls.items()}
+
+
+def other_forms(device, dtype):
+    """Runs public operators in forms that `public_calls` has not."""
+    given, spec = inputs(device, dtype), Spec(dtype=dtype, bias=True).build().to(device)
+    ids, gemm = given["topk_ids"], spec.gemm_kwargs(mul_routed_weight=True)
+    mapping, weights = given["token_lora_mapping"], given["topk_weights"]
+    expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+    base = {name: given[name] for name in ("hidden_states", "w13", "w2")}
+    base |= {"topk_weights": weights, "topk_ids": ids}
+
+    moelora.moe_align_block_size(ids.long(), 16, E)
+    options = {"mode": "segmented", "expert_map": expert_map}
+    moelora.moe_lora_align_block_size(ids, mapping, E, 4, LORAS, **options)
+    zeroed = torch.ones(M, K, device=device)
+    moelora.moe_sorting(ids, weights, E, 4, out_to_zero=zeroed, expert_map=expert_map)
+    product = moelora.fused_moe_lora_gemm(**gemm)
+    moelora.fused_moe_lora_gemm(**gemm, out=product)
+    moelora.fused_experts_lora(**given)
+    moelora.fused_experts_lora(**base, activation="gelu")
+    numbers = {"activation_alpha": 1.5, "activation_limit": 0.25}
+    moelora.fused_experts_lora(**given, activation="swigluoai_uninterleave", **numbers)
+    delta = delta_kwargs(spec, "w13", add_inputs=False, out=product.clone())
+    moelora.moe_lora_gate_up_delta(**delta)
+
+    # ---- backwards of some gradients, in float32, and into given memory ----
+    some = ["w13_lora_a", "w2_lora_b", "w13_bias"]
+    like = torch.zeros_like
+    _, saved = moelora.fused_experts_lora_saving(**base, activation="gelu")
+    grad_out = torch.ones_like(given["hidden_states"])
+    backward = moelora.fused_experts_lora_backward
+    backward(grad_out, saved, **base, activation="gelu")
+    _, saved = moelora.fused_experts_lora_saving(**given)
+    backward(grad_out, saved, **given, wanted=some, float32=True)
+    into = {name: converted(given[name], like) for name in moelora.Gradients._fields}
+    backward(grad_out, saved, **given, grads=moelora.Gradients(**into))
+    into = moelora.Gradients(topk_weights=like(weights), w13_lora_b=into["w13_lora_b"])
+    backward(grad_out, saved, **given, grads=into, accumulate=True)
+
+    factors = {name: converted(gemm[name], torch.Tensor.float) for name in ("lora_a", "lora_b")}
+    moelora.fused_moe_lora_gemm_backward(product, **gemm | factors)
+    into = {name: converted(gemm[name], like) for name in ("x", "lora_a", "lora_b")}
+    into = moelora.ProjectionGradients(**into)
+    moelora.fused_moe_lora_gemm_backward(product, **gemm, grads=into, accumulate=True)
+    delta = delta_kwargs(spec, "w13")
+    options = {"wanted": ["x", "lora_a", "lora_b"], "float32": True}
+    moelora.moe_lora_delta_backward(product, **delta, **options)
+    pairs = torch.full((LORAS, E), -1, dtype=torch.int32, device=device)
+    pairs[0, 1], pairs[1, 0] = 1, 0
+    sparse = [b.new_zeros(2, *b.shape[2:]) for b in delta["lora_b"]]
+    into = moelora.ProjectionGradients(lora_b=sparse)
+    moelora.moe_lora_delta_backward(product, **delta, grads=into, pairs=pairs)
+
+
+@cache
+def quantized_problems(device):
+    """w13 and w2 of MXFP4 and INT4 with zero points, and of FP8 with x and without."""
+    spec = Spec(tokens=M, hidden=K, inter=I, bias=True, dtype=torch.bfloat16)
+    pairs = ("mxfp4", "int4_g64_zp"), ("fp8_static_w8a8", "fp8_block")
+    formats = ((ALL_FORMATS[name] for name in pair) for pair in pairs)
+    return [build(spec, w13, spec.dtype, w2).to(device) for w13, w2 in formats]
+
+
+def quantized_forms(device):
+    """Packs weights, unpacks them, and multiplies by them."""
+    for name in ("mxfp4", "nvfp4", "int4_g64_zp", "fp8_block"):
+        stored = quantize(torch.ones(1, 2 * I, K), ALL_FORMATS[name])
+        parts = {n: t for n, t in vars(stored).items() if isinstance(t, torch.Tensor)}
+        parts = {n: t.to(device) for n, t in parts.items() if n != "of_rows"}
+        replace(stored, **parts).pack(torch.bfloat16, "concatenated").unpack()
+    for p in quantized_problems(device):
+        product = moelora.fused_moe_lora_gemm(**p.gemm_kwargs())
+        y = moelora.fused_experts_lora(**p.kwargs())
+    moelora.fused_moe_lora_gemm(**p.gemm_kwargs(), out=product)
+    moelora.fused_experts_lora(**p.kwargs(), out=y)
+
+
+class Recorded(TorchDispatchMode):
+    """The calls of compiled operators inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moelora":
+            schema = func._schema.arguments
+            passed = dict(zip((a.name for a in schema), args, strict=False)) | (kwargs or {})
+            every = [passed.get(a.name, a.default_value) for a in schema]
+            self.calls.append((func._schema.name.removeprefix("moelora::"), every))
+        return func(*args, **(kwargs or {}))
+
+
+def own_memory(value):
+    """Absent tensors, which calls share, as tensors of their own."""
+    if isinstance(value, list):
+        return [own_memory(v) for v in value]
+    is_absent = isinstance(value, torch.Tensor) and not value.numel()
+    return value.clone() if is_absent else value
 
 
 def op_calls(device="cpu", dtype=torch.float32):
-    """(name, args) for torch.ops.moelora, each operator at least once."""
-    given = inputs(device, dtype)
-    absent = torch.empty(0, device=device)
-    ids, weights, mapping = (given[k] for k in ("topk_ids", "topk_weights", "token_lora_mapping"))
-    expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
-    adapters = (given["lora_ranks"], given["lora_scalings"], given["adapter_enabled"])
-    gemm = (
-        *(given["hidden_states"], given["w13"], weights, ids, mapping),
-        *(given["w13_lora_a"], given["w13_lora_b"], *adapters, given["w13_bias"], absent, True),
-    )
-    experts = (
-        *(given["hidden_states"], given["w13"], given["w2"], weights, ids, mapping),
-        *(given["w13_lora_a"], given["w13_lora_b"], [given["w2_lora_a"]], [given["w2_lora_b"]]),
-        *(*adapters, given["w13_one_a"], given["w13_bias"], given["w2_bias"]),
-        *(0, 0.0, 0.0, absent, False),
-    )
-    a13, b13, a2, b2 = experts[6:10]
-    routing = (weights, ids, mapping, *adapters, absent, E)
-    stage, align = (ids, mapping, adapters[0], adapters[2], E), (ids, mapping, E, 4, LORAS)
-    combine = (ids, weights, mapping, *adapters, E)
-    x, h, rows = gemm[0], gemm[0].new_zeros(2, M, TOP_K, R), gemm[0].new_ones(M * TOP_K, I)
-    wide, narrow = x.new_ones(M, TOP_K, 2 * I), x.new_ones(M, TOP_K, K)
-    integers = {"dtype": torch.int32, "device": device}
-    lists = [torch.zeros(LORAS, n, **integers) for n in (M * TOP_K * 4, M * TOP_K)]
-    lists.append(torch.full((LORAS,), 4, **integers))
-    lora_ids = torch.tensor([1, -1, 0], **integers)
-    listed = (weights, *lists, mapping, TOP_K, lora_ids, torch.tensor([3]), adapters[2], E, 4)
-    naive = (weights, absent, ids, absent, mapping, TOP_K, absent, torch.tensor([0]), absent, E, 4)
-    fused = (a13[:1], [torch.cat(b13, 2)], a2, b2)
-    base = (*experts[:5], absent, [], [], [], [], *[absent] * 6, 1, 0.0, 0.0, absent, False)
-    clamped = (*experts[:16], 4, 1.5, 0.25, absent, False)
-    return [
-        ("moe_align_block_size", (ids, 4, E, absent)),
-        ("moe_align_block_size", (ids.long(), 16, E, expert_map)),
-        ("moe_lora_align_block_size", (*align, 1, adapters[2], absent)),
-        ("moe_lora_align_block_size", (*align, 2, absent, expert_map)),
-        ("moe_sorting", (ids, weights, E, 4, torch.ones(M, K, device=device), absent)),
-        ("moe_sorting", (ids, weights, E, 4, absent.clone(), expert_map)),
-        ("fused_moe_lora_gemm", gemm),
-        ("fused_moe_lora_gemm_out", (*gemm, gemm[0].new_empty(M, TOP_K, 2 * I))),
-        *projection_calls(gemm, wide),
-        ("fused_experts_lora", experts),
-        ("fused_experts_lora", base),
-        ("fused_experts_lora", clamped),
-        ("fused_experts_lora_out", (*experts, torch.empty_like(experts[0]))),
-        ("prepack_weights", (given["w13"],)),
-        *training_calls(experts, base),
-        *quantized_calls(device),
-        ("moe_lora_align_block_size_out", (*lists, *align, absent, lora_ids, absent)),
-        ("fused_moe_lora", (wide, x, a13, b13, *listed, True, True, 0)),
-        ("fused_moe_lora", (wide, x, a13, b13, *naive, False, False, 0)),
-        ("fused_moe_lora_shrink", (h, x, a13, *listed)),
-        ("fused_moe_lora_expand", (wide, h, b13, *naive, True, True, 0)),
-        ("moe_lora_gate_up_delta", (wide, x, a13, b13, *routing, False, True)),
-        ("moe_lora_down_delta", (narrow, rows, a2, b2, *routing, True, False)),
-        ("moe_lora_a", (h[:1], x, fused[0], *stage)),
-        ("moe_lora_gate_up_b", (x.new_ones(M, TOP_K, I), h[:1], fused[1], *stage)),
-        ("moe_lora_down_combine", (torch.ones_like(x), rows, a2, b2, *combine)),
-        ("moe_lora_fused", (torch.ones_like(x), x, *fused, *combine)),
-    ]
-
-
-def projection_calls(gemm, grad_out):
-    """Backward of a projection, and of its adapters alone."""
-    x, absent = gemm[0], gemm[0].new_empty(0)
-    alone = (x, absent, *gemm[2:10], *[absent] * 2, False, E)
-    a, b = gemm[5:7]
-    of_a, of_b = ([torch.zeros_like(t) for t in factors] for factors in (a, b))
-    pairs = torch.full((LORAS, E), -1, dtype=torch.int32, device=x.device)
-    pairs[0, 1], pairs[1, 0] = 1, 0
-    sparse = [t.new_zeros(1, 2, *t.shape[2:]) for t in b]
-    float32 = (*gemm[:5], *([t.float() for t in factors] for factors in (a, b)), *gemm[7:])
-    name = "fused_moe_lora_gemm_backward"
-    return [
-        (name, (grad_out, *gemm, 0, 31, False)),
-        (name, (grad_out, *float32, 0, 31, False)),
-        (name, (grad_out, *alone, 13, True)),
-        (
-            f"{name}_out",
-            (grad_out, *gemm, 0, torch.empty_like(x), absent.clone(), of_a, of_b)
-            + (absent.clone(), absent, True),
-        ),
-        (
-            f"{name}_out",
-            (grad_out, *alone, absent.clone(), absent.clone(), [], sparse)
-            + (absent.clone(), pairs, False),
-        ),
-    ]
+    """(name, args) for torch.ops.moelora, each operator at least once: those of public calls."""
+    quantized_problems(device)
+    with Recorded() as record:
+        for function, arguments in public_calls(device, dtype).values():
+            function(**arguments)
+        other_forms(device, dtype)
+        quantized_forms(device)
+    calls = [(name, [own_memory(value) for value in args]) for name, args in record.calls]
+    args = next(args for name, args in calls if name == "fused_experts_lora_backward")
+    over = [args[0], args[1].clone(), *args[2:]]  # which autograd calls, once it needs no more
+    return [*calls, ("fused_experts_lora_backward_over", over)]
 
 
 def operator(name):
