@@ -1,12 +1,14 @@
 """Write an adapter: `adapter_config.json` and `adapter_model.safetensors`.
 
-The inverse of `checkpoint.load`. `write` has PEFT's own dialect: experts as `target_parameters`
-(PEFT from 0.19.1 on, A over the inputs), all other layers as `target_modules`. PEFT names neither
-parameter of an experts module in its keys; it wraps the module once per parameter, so that the
-first one's factors are below one more `base_layer`.
+The inverse of `checkpoint.load`: `save` writes what `peft_tensors` or `per_expert_tensors` returns.
 
-`write_per_expert` has a pair of factors for each expert, which PEFT wrote when experts were linear
-layers, and which vLLM reads for the models whose experts it does not keep in stacks.
+`peft_tensors` has PEFT's own dialect: experts as `target_parameters` (PEFT from 0.19.1 on, A over
+the inputs), all other layers as `target_modules`. PEFT names neither parameter of an experts module
+in its keys; it wraps the module once per parameter, so that the first one's factors are below one
+more `base_layer`.
+
+`per_expert_tensors` has a pair of factors for each expert, which PEFT wrote when experts were
+linear layers, and which vLLM reads for the models whose experts it does not keep in stacks.
 """
 
 from __future__ import annotations
@@ -49,38 +51,20 @@ COMMON: dict[str, Any] = {  # options of PEFT that are the same for every adapte
 # Target of the configuration, module of the keys, rank, scaling, factors A and B by the key's end.
 Row = tuple[str, str, int, float, dict[str, Tensor]]
 Rows = Iterator[Row]
-# `write_per_expert` refuses more bytes than this if it makes them of a MOST_PADDING-th by padding.
+# `per_expert_tensors` refuses more bytes than this if padding makes them of a MOST_PADDING-th.
 LARGE, MOST_PADDING = 1 << 30, 16
 
 
-def write(
-    adapter: Adapter,
-    folder: str | Path,
-    layers: Mapping[str, MoELayer],
-    linears: Mapping[str, LinearLayer],
-    *,
-    base_model: str | None = None,
-) -> None:
-    """Save an adapter in a folder, which is made if there is none.
-
-    Parameters
-    ----------
-    adapter : Adapter
-        Pairs of experts are those of whole parameters: `gate_up` (`up` without a gate) and `down`,
-        with one scaling for all experts.
-    folder : path
-        Of no other adapter: `moelora.adapters.folders.replacing` makes one that takes its place.
-    layers, linears : mapping
-        The layers that `adapter` has pairs of, by name.
-    base_model : str, optional
-        `base_model_name_or_path` of the configuration.
-
-    Raises
-    ------
-    ValueError
-        A pair is of a half of `gate_up_proj`, or its experts have several scalings.
-    """
-    _save(folder, *peft_tensors(adapter, layers, linears, base_model=base_model))
+def save(folder: str | Path, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Write both files to a folder, which is made if there is none, and which has no other adapter:
+    `moelora.adapters.folders.replacing` makes one that takes the place of an older one."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE
+    write_tensors(tensors, state)
+    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # safetensors 0.8 makes files that only their owner can read; servers run as other users.
+    tensors.chmod(stat.S_IMODE(text.stat().st_mode))
 
 
 def peft_tensors(
@@ -91,8 +75,25 @@ def peft_tensors(
     base_model: str | None = None,
     copy: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors that `write` saves; parameters and errors are its. Without
-    `copy`, tensors stay on their device and may be views."""
+    """The configuration and the tensors of an adapter in PEFT's dialect.
+
+    Parameters
+    ----------
+    adapter : Adapter
+        Pairs of experts are those of whole parameters: `gate_up` (`up` without a gate) and `down`,
+        with one scaling for all experts.
+    layers, linears : mapping
+        The layers that `adapter` has pairs of, by name.
+    base_model : str, optional
+        `base_model_name_or_path` of the configuration.
+    copy : bool
+        Tensors are contiguous copies on the CPU; False: they stay on their device, may be views.
+
+    Raises
+    ------
+    ValueError
+        A pair is of a half of `gate_up_proj`, or its experts have several scalings.
+    """
     plain = host_copy if copy else Tensor.detach
     modules: list[str] = []
     parameters: list[str] = []
@@ -120,43 +121,6 @@ def peft_tensors(
     return COMMON | config, state
 
 
-def write_per_expert(
-    adapter: Adapter,
-    folder: str | Path,
-    layers: Mapping[str, MoELayer],
-    linears: Mapping[str, LinearLayer],
-    *,
-    names: EngineNames = OF_TRANSFORMERS,
-    base_model: str | None = None,
-) -> None:
-    """Save an adapter in a folder with one pair of factors for each expert.
-
-    All pairs get one rank, the largest (smaller ones are padded with zeros), and one scaling, into
-    which those of B are multiplied where they differ: vLLM and SGLang read neither `rank_pattern`
-    nor `alpha_pattern`.
-
-    Parameters
-    ----------
-    adapter : Adapter
-    folder : path
-        Of no other adapter: `moelora.adapters.folders.replacing` makes one that takes its place.
-    layers, linears : mapping
-        The layers that `adapter` has pairs of, by name.
-    names : EngineNames, optional
-        Names of layers in the folder; by default those of `layers` and `linears`.
-    base_model : str, optional
-        `base_model_name_or_path` of the configuration.
-
-    Raises
-    ------
-    ValueError
-        The dtype of a B cannot represent it times its scaling; the message names the module. Or
-        most of more than a GiB would be zeros.
-    """
-    made = per_expert_tensors(adapter, layers, linears, names=names, base_model=base_model)
-    _save(folder, *made)
-
-
 def per_expert_tensors(
     adapter: Adapter,
     layers: Mapping[str, MoELayer],
@@ -166,8 +130,26 @@ def per_expert_tensors(
     base_model: str | None = None,
     copy: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors that `write_per_expert` saves; `copy` as of
-    `peft_tensors`."""
+    """The configuration and the tensors of an adapter with one pair of factors for each expert.
+
+    All pairs get one rank, the largest (smaller ones are padded with zeros), and one scaling, into
+    which those of B are multiplied where they differ: vLLM and SGLang read neither `rank_pattern`
+    nor `alpha_pattern`.
+
+    Parameters
+    ----------
+    adapter : Adapter
+    names : EngineNames, optional
+        Names of layers in the result; by default those of `layers` and `linears`.
+    layers, linears, base_model, copy
+        As of `peft_tensors`.
+
+    Raises
+    ------
+    ValueError
+        The dtype of a B cannot represent it times its scaling; the message names the module. Or
+        most of more than a GiB would be zeros.
+    """
     plain = host_copy if copy else Tensor.detach
     pairs = [*_per_expert(adapter, layers, names.projections), *_linears(adapter, linears)]
     rank = max((rank for *_, rank, _, _ in pairs), default=8)
@@ -223,17 +205,6 @@ def _scaled(name: str, b: Tensor, factor: float) -> Tensor:
             f"overflows {b.dtype}; convert the adapter's tensors to bfloat16 or float32"
         )
     return scaled
-
-
-def _save(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Write both files."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, text = folder / f"{STEM}.safetensors", folder / CONFIG_FILE
-    write_tensors(tensors, state)
-    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    # safetensors 0.8 makes files that only their owner can read; servers run as other users.
-    tensors.chmod(stat.S_IMODE(text.stat().st_mode))
 
 
 def _experts(adapter: Adapter, layers: Mapping[str, MoELayer]) -> Rows:

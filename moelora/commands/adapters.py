@@ -20,7 +20,7 @@ from moelora.adapters.describe import Group, describe
 from moelora.adapters.engine_names import STACKED, names_of
 from moelora.adapters.files import file_in, read_json
 from moelora.adapters.folders import replacing
-from moelora.adapters.write import FILES, write_per_expert
+from moelora.adapters.write import FILES, per_expert_tensors, save
 from moelora.bench import console
 from moelora.operators.terminal import printable
 from moelora.training.tenants.files import STATE_FILES
@@ -155,7 +155,7 @@ def _write_per_expert(args: argparse.Namespace) -> str:
     options: dict[str, Any] = {"base_model": base if isinstance(base, str) else None}
     options["names"] = names = names_of(kind)
     with replacing(args.per_expert, (*FILES, *STATE_FILES)) as new:
-        write_per_expert(adapter, new, layers, linears, **options)
+        save(new, *per_expert_tensors(adapter, layers, linears, **options))
     said = f"written with one pair for each expert: {args.per_expert}"
     if kind in STACKED:
         said += f"; SGLang reads it, and vLLM the experts of {kind} only as stacks, as they were"

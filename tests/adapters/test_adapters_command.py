@@ -296,18 +296,18 @@ def test_a_folder_that_is_not_empty_is_replaced_by_force_alone(ask, tmp_path, ca
 
 
 def test_a_full_disk_leaves_the_folder(ask, tmp_path, monkeypatch):
-    def full(*args, write=command.write_per_expert, **options):
+    def full(*args, write=command.save):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         try:
-            write(*args, **options)
+            write(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     out = tmp_path / "out"
     assert ask("per-expert", "--per-expert", str(out))[0] == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(command, "write_per_expert", full)
+    monkeypatch.setattr(command, "save", full)
     status, text = ask("per-expert", "--per-expert", str(out), "--force")
     assert status == 1 and "adapter_model.safetensors cannot be written" in text
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

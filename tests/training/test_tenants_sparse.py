@@ -12,7 +12,7 @@ from gradient_cases import FEW_PLACES, grad_like, leaves
 from tenant_house import LAYERS, PLACES, House, K, alone, draw, same
 
 import moelora
-from moelora.adapters.write import write
+from moelora.adapters.write import peft_tensors, save
 from moelora.operators.call import factor_list
 from moelora.operators.sparse import set_sparse
 from moelora.training import Tenants, touched_pairs
@@ -233,7 +233,7 @@ def test_accumulated_gradients_of_scaled_factors_are_resumed(sparse, tmp_path):
     for pairs in adapter.experts.values():
         pairs["down"] = replace(pairs["down"], scalings=[1.3])
     house.tenants.remove("law")
-    write(adapter, tmp_path, house.pool.layers, {})
+    save(tmp_path, *peft_tensors(adapter, house.pool.layers, {}))
     tenant = house.add("law", tmp_path, accumulation=2)
     house.steps(["law"], range(1))
     house.tenants.save("law", tmp_path)

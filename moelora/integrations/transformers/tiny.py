@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moelora.adapters.layers import Adapter, LinearPair, Pair
-from moelora.adapters.write import write_per_expert
+from moelora.adapters.write import per_expert_tensors, save
 from moelora.integrations.transformers.adapters import load_adapters
 from moelora.integrations.transformers.empty import empty_model, factory
 from moelora.integrations.transformers.layers import moe_layers
@@ -102,7 +102,8 @@ def changed(config: Any, adapter: Adapter) -> dict[str, str]:
     reasons, little = _little(adapter, layers, linears, generator)
     with tempfile.TemporaryDirectory() as folder:
         shapes = {layer.name: layer for _, layer in layers.values()}
-        write_per_expert(little, folder, shapes, {n: one.layer for n, one in linears.items()})
+        of_linears = {name: one.layer for name, one in linears.items()}
+        save(folder, *per_expert_tensors(little, shapes, of_linears))
         load_adapters(model, {"a": folder})
     modules: dict[str, nn.Module] = {name: layers[name][0] for name in little.experts}
     modules |= {name: linears[name].module for name in little.linears}

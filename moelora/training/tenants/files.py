@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora.adapters import write
 from moelora.adapters.files import file_in, host_copy, read_json, write_tensors
 from moelora.adapters.folders import replacing
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
-from moelora.adapters.write import FILES, write
 from moelora.operators.torch_private import sparse_parts
 
 STATE_FILE = "training.json"
@@ -42,8 +42,8 @@ def save(
     base_model: str | None,
 ) -> None:
     """Write a PEFT folder and, unless it is None, the training state, in place of an older one."""
-    with replacing(folder, (*FILES, *STATE_FILES)) as new:
-        write(adapter, new, layers, linears, base_model=base_model)
+    with replacing(folder, (*write.FILES, *STATE_FILES)) as new:
+        write.save(new, *write.peft_tensors(adapter, layers, linears, base_model=base_model))
         if state is not None:
             write_state(new, state)
 
