@@ -161,7 +161,7 @@ class Bringing(Versions):
             if ahead:
                 self._turns.check_slot(None, f"adapter {name!r}")
             version = source.lineage.version
-            place = self._reserve(name, version, ahead)
+            place = self._reserve(name, ahead)
         enabled = source.lineage.enabled
         with self._reserved(place):
             arrival = self.slots.write(place.slot, staged, enabled)
@@ -201,8 +201,7 @@ class Bringing(Versions):
         if not self.slots.asynchronous or source.visits:
             return False
         with source.lock:
-            staged = self._known().in_memory(name, source)
-            if staged is None:
+            if (staged := self._known().in_memory(name, source)) is None:
                 return False
             if name not in self.loaded:
                 self._copy(name, source, staged, ahead=True)

@@ -113,8 +113,7 @@ class Held:
         Switches to the version that `update(in_flight="switch")` has put in place of this one.
         """
         old = self._of(name)
-        new = self._next.get(name)
-        if new is None:
+        if (new := self._next.get(name)) is None:
             return old.slot
         self._loaded[name] = new
         del self._next[name]
@@ -143,15 +142,13 @@ class Held:
         that were current then. The host does not wait.
         """
         for loaded in (*self._loaded.values(), *self._next.values()):
-            arrival = loaded.arriving()
-            if arrival is not None:
+            if (arrival := loaded.arriving()) is not None:
                 arrival.wait(layer)
 
     def synchronize(self) -> None:
         """Make the host wait for all factors: for use on streams that are not known."""
         for loaded in self._loaded.values():
-            arrival = loaded.arriving()
-            if arrival is not None:
+            if (arrival := loaded.arriving()) is not None:
                 arrival.synchronize()
 
     def is_behind(self) -> bool:
@@ -172,16 +169,15 @@ class Held:
         return self._loaded[name]
 
 
+@dataclass(eq=False)
 class Reservation:
     """A slot that a version of an adapter is being written to.
 
     It ends when the last reference goes, or by `free`.
     """
 
-    def __init__(self, name: str, version: int, slot: int) -> None:
-        self.name = name
-        self.version = version
-        self.slot = slot
+    name: str
+    slot: int
 
 
 class Residents:
@@ -242,9 +238,9 @@ class Residents:
             raise NoSlot(message)
         return spare[after]
 
-    def reserve(self, name: str, version: int, slot: int) -> Reservation:
+    def reserve(self, name: str, slot: int) -> Reservation:
         """Reserve a slot of `free_slot`, or that of the version before."""
-        reservation = Reservation(name, version, slot)
+        reservation = Reservation(name, slot)
         self._reserved.add(reservation)
         return reservation
 
@@ -271,12 +267,9 @@ class Residents:
 
     def batches(self, name: str) -> int:
         """Number of batches that hold a version of an adapter."""
-        users = {
-            held
-            for other, one in (*self.loaded.items(), *self.retired())
-            for held in (one.users if other == name else ())
-        }
-        return len(users)
+        newest = self.loaded.get(name)
+        every = self.older(name) if newest is None else [*self.older(name), newest]
+        return len({held for one in every for held in one.users})
 
     def retire(self, name: str) -> Loaded | None:
         """Take an adapter off the list; batches that hold this version go on with it."""
@@ -295,9 +288,13 @@ class Residents:
 
     def switch(self, name: str, new: Loaded) -> None:
         """Batches that hold an older version take `new` in their next step."""
-        for other, loaded in self.retired():
-            for held in list(loaded.users) if other == name else ():
+        for loaded in self.older(name):
+            for held in list(loaded.users):
                 held.follow(loaded, new)
+
+    def older(self, name: str) -> list[Loaded]:
+        """Replaced versions of an adapter that batches still hold."""
+        return [loaded for other, loaded in self.retired() if other == name]
 
     def retired(self) -> list[tuple[str, Loaded]]:
         """Replaced versions that batches still hold, by name."""

@@ -82,8 +82,7 @@ class Host:
 
     def source(self, name: str) -> Source:
         """KeyError if the name is not known."""
-        source = self._sources.get(name)
-        if source is None:
+        if (source := self._sources.get(name)) is None:
             raise KeyError(
                 f"no adapter {name!r} is registered; {len(self._sources)} others are"
                 f"{_some(list(self._sources))}"
@@ -161,8 +160,7 @@ class Host:
 
     def fail(self, name: str, error: Exception) -> None:
         """Record why the adapter of this name could not be brought."""
-        source = self._sources.get(name)
-        if source is not None:
+        if (source := self._sources.get(name)) is not None:
             source.failure = error
 
     def remove(self, name: str) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from moelora.adapters.held import Loaded, NoSlot
 
 OVERTAKEN = 32  # batches that may begin while another one waits for a slot
 
 
+@dataclass(eq=False)
 class Turn:
     """The place in the queue of a batch of some adapters, or of a call that is `passing`."""
 
-    def __init__(self, names: Sequence[str], passing: bool = False) -> None:
-        self.names = names
-        self.passing = passing
-        self.overtaken = 0
-        self.leaving: set[str] = set()  # adapters that no new batch may use
+    names: Sequence[str]
+    passing: bool = False
+    overtaken: int = 0
+    leaving: set[str] = field(default_factory=set)  # adapters that no new batch may use
 
 
 class Turns:

@@ -4,12 +4,11 @@
     source.lock   while one name is brought or replaced; taken before `lock`
 
 Each writer of a slot (threads that bring adapters, `add`, `update`, trainers) holds a reservation
-of it, which names adapter and version. No batch uses the slot before the name is listed, so that
-it is written without `lock`. If the new version takes the slot of the old one, it is written under
-`lock`, and all batches wait: in `add(replace=True)`; in an update, if no batch holds the adapter
-and it is pinned or no slot is free; and by a trainer, if no batch holds the adapter. What a trainer
-has written is only in the slot: an eviction copies it to host memory; without host memory the
-adapter is not evicted.
+of it. No batch uses the slot before the name is listed, so that it is written without `lock`. If
+the new version takes the slot of the old one, it is written under `lock`, and all batches wait: in
+`add(replace=True)`; in an update, if no batch holds the adapter and it is pinned or no slot is
+free; and by a trainer, if no batch holds the adapter. What a trainer has written is only in the
+slot: an eviction copies it to host memory; without host memory the adapter is not evicted.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ class Versions:
         """KeyError if the adapter is in no slot."""
         loaded = self.loaded.get(name)
         if loaded is None:
-            another = self._evicted.get(name)
             why = f"no adapter {name!r} is loaded"
-            if another is not None:
+            if (another := self._evicted.get(name)) is not None:
                 why += (
                     f": it was evicted for {another!r}, as the pool has "
                     f"{self.residents.max_loras} slots; add it again, pin it before, or make the "
@@ -85,14 +83,14 @@ class Versions:
         self.residents.check_free(name)
 
     def _reserve(
-        self, name: str, version: int, ahead: bool = False, staying: Collection[str] = ()
+        self, name: str, ahead: bool = False, staying: Collection[str] = ()
     ) -> Reservation:
         """Reserve a slot that no batch uses; call with `lock`. NoSlot if there is none.
 
         The adapter that it is taken from is evicted; factors that were trained go to host memory.
         """
         slot, leaving = self.residents.free_slot(name, ahead, staying)
-        place = self.residents.reserve(name, version, slot)
+        place = self.residents.reserve(name, slot)
         if leaving is not None:
             self._write_back(leaving)
             if self.host is None:
@@ -147,7 +145,7 @@ class Versions:
             old = self.loaded[name]
             place = None
             if old.batches:
-                place = self._reserve(name, old.version + 1, staying=staying)
+                place = self._reserve(name, staying=staying)
             old.unwritten = Unwritten(change, write, place)
 
     def settle(self, name: str) -> None:
@@ -164,10 +162,9 @@ class Versions:
                 self.residents.free(place)
             old.unwritten = None
             return
-        version = old.version + 1
-        place = place or self.residents.reserve(name, version, old.slot)
+        place = place or self.residents.reserve(name, old.slot)
         arrival = self.slots.renew(place.slot, old.slot, write)
-        old.lineage.version = version
+        old.lineage.version = version = old.version + 1
         new = Loaded(place.slot, old.pinned, version, arrival, old.lineage)
         new.trainer, new.trained = old.trainer, True
         self.residents.succeed(name, new)
@@ -224,13 +221,13 @@ class Versions:
             lineage = Lineage() if source is None else source.lineage
             if name in self.loaded:
                 self._write_back(name)
-                place = self.residents.reserve(name, 1, self.loaded[name].slot)
+                place = self.residents.reserve(name, self.loaded[name].slot)
                 with self._reserved(place):
                     del self.loaded[name]
                     self._write(place, staged)
                     loaded = Loaded(place.slot, pinned, lineage=lineage, trainer=trainer)
                     return self._list(place, loaded, source)
-            place = self._reserve(name, 1)
+            place = self._reserve(name)
         with self._reserved(place):
             self._write(place, staged)
             with self.lock:
@@ -268,17 +265,16 @@ class Versions:
             self._check_unchanged(name, lineage)
             loaded = self.loaded.get(name)
             if loaded is not None and self.residents.keeps_slot(loaded):
-                place = self.residents.reserve(name, loaded.version + 1, loaded.slot)
+                place = self.residents.reserve(name, loaded.slot)
                 with self._reserved(place):
                     return self._install(name, place, switch, new, staged)
             # Batches may hold older versions while the latest one is in no slot.
             if loaded is None and not (switch and self.residents.batches(name)):
                 return self._install(name, None, switch, new)
-            place = self._reserve(name, lineage.version + 1)
+            place = self._reserve(name)
             enabled = lineage.enabled
         with self._reserved(place):
-            arrival = self.slots.write(place.slot, staged, enabled)
-            if arrival is not None:
+            if (arrival := self.slots.write(place.slot, staged, enabled)) is not None:
                 arrival.synchronize()
             with self.lock:
                 self._check_unchanged(name, lineage)
@@ -331,8 +327,7 @@ class Versions:
             # if an interrupt ends this.
             if self.host is not None:
                 self.host.remove(name)
-            loaded = self.loaded.pop(name, None)
-            if loaded is not None:
+            if (loaded := self.loaded.pop(name, None)) is not None:
                 self.slots.clear(loaded.slot)
             self._freed.notify_all()
 
@@ -342,13 +337,11 @@ class Versions:
             self.lineage(name).enabled = enabled
             if name in self.loaded:
                 self.slots.enable(self.loaded[name].slot, enabled)
-            for other, loaded in self.residents.retired():
-                if other == name:
-                    self.slots.enable(loaded.slot, enabled)
+            for loaded in self.residents.older(name):
+                self.slots.enable(loaded.slot, enabled)
 
     def _write(self, place: Reservation, staged: Staged, enabled: bool = True) -> None:
         # Kernels of an earlier batch may still be reading the slot on a stream that is not known.
         self.slots.synchronize()
-        arrival = self.slots.write(place.slot, staged, enabled)
-        if arrival is not None:
+        if (arrival := self.slots.write(place.slot, staged, enabled)) is not None:
             arrival.synchronize()
