@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from moelora.adapters.engine_names import STACKED, names_of
 from moelora.adapters.keys import canonical, module_of
@@ -106,9 +106,17 @@ class _Place:
     why: str = ""
 
 
+class _VllmNames(NamedTuple):
+    """vLLM's modules with LoRA, by all names that a file may have for them; the last parts of such
+    names, and what follows a decoder layer's name in those of experts."""
+
+    places: Mapping[str, _Place]
+    leaves: set[str]
+    of_experts: set[str]
+
+
 @functools.lru_cache(maxsize=2)
-def _vllm_places(model: Model) -> dict[str, _Place]:
-    """vLLM's modules with LoRA, by all names that a file may have for them."""
+def _vllm_names(model: Model) -> _VllmNames:
     names = names_of(model.model_type)
     places: dict[str, _Place] = {}
 
@@ -132,7 +140,8 @@ def _vllm_places(model: Model) -> dict[str, _Place]:
         if not linear.embedding or model.model_type in _EMBEDDINGS:
             if name != "lm_head" or model.model_type in _EMBEDDINGS:
                 add(name, _Place(name))
-    return places
+    leaves = {name.rpartition(".")[2] for name in places if ".experts." not in name} | {"experts"}
+    return _VllmNames(places, leaves, {_of_experts(name) for name in places if ".experts" in name})
 
 
 def _projections(layer: MoELayer) -> Sequence[Projection]:
@@ -152,9 +161,7 @@ def _prefixes(model_type: str, name: str) -> Iterator[tuple[str, str]]:
 def _vllm(
     model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 ) -> Iterator[Fate]:
-    places = _vllm_places(model)
-    leaves = {name.rpartition(".")[2] for name in places if ".experts." not in name} | {"experts"}
-    of_experts = {_of_experts(name) for name in places if ".experts" in name}
+    names = _vllm_names(model)
     used: dict[str, dict[str, list[tuple[str, _Place]]]] = defaultdict(lambda: defaultdict(list))
     for key in shapes:
         match = _FACTOR.fullmatch(key)
@@ -165,21 +172,19 @@ def _vllm(
                 yield Fate(key, "refused", why="vLLM knows names that end in lora_A.weight only")
             continue
         module = match["module"].removeprefix("base_model.model.")
-        if (place := places.get(module)) is not None:
+        if (place := names.places.get(module)) is not None:
             used[place.layer][place.part].append((key, place))
         else:
-            yield _unknown(model, places, leaves, of_experts, key, module)
+            yield _unknown(model, names, key, module)
     for layer, parts in used.items():
-        for fate, part in _of_layer(model, layer, parts):
-            wide_and_tall = _sizes(model, layer, part)
-            yield _checked(fate, shapes[fate.key], *wide_and_tall) if fate.layer else fate
+        yield from _of_layer(model, layer, parts, shapes)
 
 
 def vllm_part(model: Model, fate: Fate) -> str:
     """The part of a layer of experts that vLLM uses a tensor for: "gate_up", "3.down", or ""."""
     match = _FACTOR.fullmatch(fate.key)
     name = "" if match is None else match["module"].removeprefix("base_model.model.")
-    return _vllm_places(model)[name].part
+    return _vllm_names(model).places[name].part
 
 
 def _sizes(model: Model, layer: str, part: str) -> tuple[int, int]:
@@ -194,14 +199,7 @@ def _of_experts(name: str) -> str:
     return name[name.find(".experts") + 1 :]
 
 
-def _unknown(
-    model: Model,
-    places: Mapping[str, _Place],
-    leaves: set[str],
-    of_experts: set[str],
-    key: str,
-    module: str,
-) -> Fate:
+def _unknown(model: Model, names: _VllmNames, key: str, module: str) -> Fate:
     """The fate of a factor whose module vLLM does not find: its last part decides."""
     stack = module.removesuffix(".base_layer")
     if stack in model.experts and model.model_type not in STACKED:
@@ -215,16 +213,16 @@ def _unknown(
     why = f"vLLM has no module {module:.200}"
     if _TOWERS.search(module):
         why += ", of a tower: it may have one with --enable-tower-connector-lora"
-    elif near := _near(module, places):
+    elif near := _near(module, names.places):
         why += f"; it calls that {near}"
     elif stack.endswith((".experts", ".moe")) and model.experts:
         why += f"; {PER_EXPERT}"
     if "base_layer" in key:
         return Fate(key, "ignored", why=why)
     if ".experts" in module:
-        expected = _of_experts(module) in of_experts | {"experts"}
+        expected = _of_experts(module) in names.of_experts | {"experts"}
     else:
-        expected = module.rpartition(".")[2] in leaves
+        expected = module.rpartition(".")[2] in names.leaves
     return Fate(key, "ignored" if expected else "refused", why=why)
 
 
@@ -235,10 +233,12 @@ def _near(module: str, places: Mapping[str, _Place]) -> str:
 
 
 def _of_layer(
-    model: Model, layer: str, parts: Mapping[str, list[tuple[str, _Place]]]
-) -> Iterator[tuple[Fate, str]]:
-    """The fates of a layer's factors, and which part of it each is of; a layer of experts needs
-    those of all its projections."""
+    model: Model,
+    layer: str,
+    parts: Mapping[str, list[tuple[str, _Place]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[Fate]:
+    """The fates of a layer's factors; a layer of experts needs those of all its projections."""
     if experts := model.experts.get(layer):
         stacked = model.model_type in STACKED
         every = {"gate_up", "down"}
@@ -250,19 +250,19 @@ def _of_layer(
             what: Literal["ignored", "refused"] = "ignored" if only else "refused"
             why = f"{layer} has no factors of {missing[0]} ({len(missing)} such): vLLM wants those "
             why += "of all projections and experts of a layer, or none"
-            for part, entries in parts.items():
-                yield from ((Fate(key, what, why=why), part) for key, _ in entries)
+            for entries in parts.values():
+                yield from (Fate(key, what, why=why) for key, _ in entries)
             return
     for part, entries in parts.items():
-        newer = [entry for entry in entries if entry[1].why != "older"]
+        is_newer = any(place.why != "older" for _, place in entries)
         for key, place in entries:
-            if place.why != "older":
-                yield Fate(key, "used", layer, place.why), part
-            elif newer:
-                yield Fate(key, "used", layer, AGAIN), part
+            if is_newer:
+                why = AGAIN if place.why == "older" else place.why
+                fate = Fate(key, "used", layer, why)
+                yield _checked(fate, shapes[key], *_sizes(model, layer, part))
             else:
                 why = f"only vLLM 0.28 calls a module so; later releases have {layer}"
-                yield Fate(key, "ignored", why=why), part
+                yield Fate(key, "ignored", why=why)
 
 
 # -- SGLang --
@@ -277,7 +277,7 @@ _NORMALIZED = {
     **dict.fromkeys(("output", "unembed_tokens"), "lm_head"),
 }
 _W = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_PROJECTION = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_PROJECTION = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up"}
 
 
 def _targets(config: Mapping[str, Any]) -> set[str] | None:
@@ -299,11 +299,7 @@ def _sglang(
             linears[int(number[1]), last] = name
     experts = {int(n[1]): name for name in model.experts if (n := _NUMBER.search(f"{name}."))}
     for key, shape in shapes.items():
-        fate = _sglang_fate(model, targets, linears, experts, key, len(shape))
-        last = re.split(r"\.lora_", key)[0].rpartition(".")[2]
-        part = {**_PROJECTION, "gate_up_proj": "gate_up"}.get(_W.get(last, last), "")
-        sizes = _sizes(model, fate.layer, part) if fate.layer else (0, 0)
-        yield _checked(fate, shape, *sizes) if fate.layer else fate
+        yield _sglang_fate(model, targets, linears, experts, key, shape)
 
 
 def _sglang_fate(
@@ -312,7 +308,7 @@ def _sglang_fate(
     linears: Mapping[tuple[int, str], str],
     experts: Mapping[int, str],
     key: str,
-    dimensions: int,
+    shape: tuple[int, ...],
 ) -> Fate:
     module = re.split(r"\.lora_(?:embedding_)?[AB]", key)[0]
     last = module.rpartition(".")[2]
@@ -323,7 +319,7 @@ def _sglang_fate(
             if name in key.replace("unembed_tokens", "lm_head"):
                 there = next((n for n in model.linears if n.endswith(name)), "")
                 if there and (targets is None or name in targets):
-                    return Fate(key, "used", there)
+                    return _checked(Fate(key, "used", there), shape, *_sizes(model, there, ""))
                 return Fate(key, "ignored", why=f"target_modules does not name {name}")
         return Fate(key, "ignored", why="SGLang finds no number of a layer in its name")
     layer = int(number[1])
@@ -335,7 +331,7 @@ def _sglang_fate(
             why += f"; {PER_EXPERT}"
         return Fate(key, "refused", why=why)
     of_one = _EXPERT.search(key)
-    routed = ("experts" in key and "shared_expert" not in key) and (of_one or dimensions == 3)
+    routed = ("experts" in key and "shared_expert" not in key) and (of_one or len(shape) == 3)
     if routed:
         if layer not in experts:
             return Fate(key, "ignored", why=f"layer {layer} has no experts")
@@ -345,13 +341,14 @@ def _sglang_fate(
         count = model.experts[experts[layer]].num_experts
         if of_one and int(of_one[1]) >= count:
             return Fate(key, "refused", why=f"the layer has experts 0 to {count - 1}")
-        if _W.get(last, last) not in (*_PROJECTION, "gate_up_proj"):
+        if (part := _PROJECTION.get(_W.get(last, last))) is None:
             return Fate(key, "refused", why=f"{last} is no projection of an expert")
-        return Fate(key, "used", experts[layer])
+        fate = Fate(key, "used", experts[layer])
+        return _checked(fate, shape, *_sizes(model, experts[layer], part))
     name = linears.get((layer, last))
     if name is None:
         return Fate(key, "ignored", why=f"layer {layer} of the model has no {last}")
     if canonical(name) != canonical(module_of(module)):
         why = f"SGLang adds it to {name}, whatever the rest of its name says"
         return Fate(key, "misread", why=why)
-    return Fate(key, "used", name)
+    return _checked(Fate(key, "used", name), shape, *_sizes(model, name, ""))
