@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -32,6 +31,7 @@ from moelora.operators.storage import check_held
 
 # Returns the weight of a linear layer or embedding of the model, or None if it has no plain one.
 Own: TypeAlias = Callable[[str], "torch.Tensor | None"]
+T = TypeVar("T")
 
 
 def load(
@@ -72,20 +72,18 @@ def load(
         key or file.
     """
     columns.check(layout)
-    limits = (max_rank, max_linear_rank)
+
+    def read(weights: Weights, lora: LoraConfig) -> Adapter:
+        reader = _Reader(weights, lora, Modules(lora, layers, linears), layout)
+        return reader.read((max_rank, max_linear_rank), own)
+
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError("a state dict needs config=, the content of adapter_config.json")
         lora = LoraConfig.parse(config)
-        reader = _Reader(State(source), lora, Modules(lora, layers, linears), layout)
-        return reader.read(limits, own)
+        return read(State(source), lora)
     check_config(config)
-
-    def read(folder: Path) -> Adapter:
-        with _open(folder, layers, linears, layout) as reader:
-            return reader.read(limits, own)
-
-    return reading(_path(source), read)
+    return _of_folder(source, read)
 
 
 def check_config(config: Mapping[str, Any] | None) -> None:
@@ -107,11 +105,10 @@ def peek(
     """
     columns.check(layout)
 
-    def read(folder: Path) -> AdapterInfo:
-        with _open(folder, layers, linears, layout) as reader:
-            return reader.info()
+    def read(weights: Weights, lora: LoraConfig) -> AdapterInfo:
+        return _Reader(weights, lora, Modules(lora, layers, linears), layout).info()
 
-    return reading(_path(folder), read)
+    return _of_folder(folder, read)
 
 
 def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
@@ -121,22 +118,20 @@ def hint(source: str | Path | Mapping[str, torch.Tensor] | Adapter) -> str:
     return f"; `moelora adapters {str(source):.200}` says what the adapter is"
 
 
-def _path(source: str | Path) -> Path:
+def _of_folder(source: str | Path, read: Callable[[Weights, LoraConfig], T]) -> T:
+    """What `read` makes of the tensors and the configuration of a folder."""
     if not isinstance(source, (str, os.PathLike)):
         kind = type(source).__name__
         raise ValueError(f"source is a {kind}, wanted a folder, or a mapping of tensors by name")
-    return Path(source)
 
+    def opened(folder: Path) -> T:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder")
+        lora = LoraConfig.read(folder)
+        with open_weights(folder) as weights:
+            return read(weights, lora)
 
-@contextmanager
-def _open(
-    folder: Path, layers: Sequence[MoELayer], linears: Sequence[LinearLayer], layout: Layout | None
-) -> Iterator[_Reader]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder")
-    lora = LoraConfig.read(folder)
-    with open_weights(folder) as weights:
-        yield _Reader(weights, lora, Modules(lora, layers, linears), layout)
+    return reading(Path(source), opened)
 
 
 class _Reader:
@@ -159,8 +154,7 @@ class _Reader:
         spelled: dict[str, str] = {}
         last: dict[MoELayer, tuple[int, str]] = {}  # expert of each layer, and its key
         for text in sorted(weights):
-            key = parse(text)
-            if key is None:
+            if (key := parse(text)) is None:
                 self._saved[text] = self._saved_weight(text)
                 continue
             if key.adapter is not None:

@@ -88,8 +88,7 @@ class Columns:
 
 def check(layout: Layout | None) -> None:
     """Raise ValueError for an invalid `layout` argument."""
-    if layout is not None:
-        _layout("layout", layout)
+    _layout("layout", layout)
 
 
 def _layout(name: str, value: Any) -> Layout | None:
@@ -112,8 +111,8 @@ def _detail(value: Any) -> dict[str, Layout]:
     stated: dict[str, Layout] = {}
     for name, entry in parameters.items():
         found = entry.get(MARK) if isinstance(entry, Mapping) else None
-        layout = _layout(f"{DETAIL}.parameters.{name!s:.60}.{MARK}", found)
-        if layout is None:
-            raise ValueError(f"{DETAIL}.parameters.{name!s:.60} has no {MARK}")
+        where = f"{DETAIL}.parameters.{name!s:.60}"
+        if (layout := _layout(f"{where}.{MARK}", found)) is None:
+            raise ValueError(f"{where} has no {MARK}")
         stated[str(name)] = layout
     return stated

@@ -137,22 +137,19 @@ def _faults(
 ) -> Iterator[str]:
     """Reasons why the adapter cannot be loaded into any model."""
     names = {key.text for key in keys}
-    single = [key.text for key in keys if partner(key.text) not in names]
-    if single:
+    if single := [key.text for key in keys if partner(key.text) not in names]:
         yield f"{single[0]} has no {partner(single[0])} (factors without one: {len(single)})"
     if not keys:
         yield "there are no LoRA factors"
     adapters = sorted({key.adapter for key in keys if key.adapter is not None})
     if len(adapters) > 1:
         yield f"factors of several adapters are in one file: {adapters}"
-    unknown = [text for text in others if not text.endswith(".weight")]
-    if unknown:
+    if unknown := [text for text in others if not text.endswith(".weight")]:
         yield f"{unknown[0]} is not a LoRA factor ({len(unknown)} such tensors)"
     for group in groups:
         if group.form == "linear layer" and len(group.ranks) == 1:
             rank = next(iter(group.ranks))
-            wrong = [a for a in group.a if a[0] != rank]
-            if wrong:
+            if wrong := [a for a in group.a if a[0] != rank]:
                 yield f"{group.name}: A is {wrong[0]}, but its rank by the configuration is {rank}"
     try:
         doubt = Columns.parse(raw).doubt
@@ -191,9 +188,7 @@ def _dialects(keys: list[Key], groups: list[Group], raw: Mapping[str, Any]) -> I
             stated = {*columns.stated.values(), columns.common} - {None}
             order = " and ".join(sorted(map(str, stated))) or "rank_major, PEFT's"
             yield f"order of columns of lora_B: {'not known' if columns.doubt else order}"
-    wrappers = {s for key in keys for s in key.text.split(".") if s in WRAPPERS}
-    if wrappers:
+    if wrappers := {s for key in keys for s in key.text.split(".") if s in WRAPPERS}:
         yield f"names have {', '.join(sorted(wrappers))}, which is taken off"
-    adapters = {key.adapter for key in keys} - {None}
-    if adapters:
+    if adapters := {key.adapter for key in keys} - {None}:
         yield f"names have the adapter's name, {', '.join(sorted(map(str, adapters)))}"

@@ -78,38 +78,39 @@ class ExpertPairs:
     """Collects factors and joins them."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, Projection], tuple[MoELayer, Sides]] = {}
+        self._layers: dict[str, MoELayer] = {}
+        self._found: dict[str, dict[Projection, Sides]] = {}
 
     def add(self, place: ExpertPlace, factor: Factor, exchanged: bool) -> None:
-        index = (place.layer.name, place.projection)
-        _, sides = self._found.setdefault(index, (place.layer, Sides()))
+        self._layers[place.layer.name] = place.layer
+        sides = self._found.setdefault(place.layer.name, {}).setdefault(place.projection, Sides())
         turned = place.parameter is not None and exchanged
         sides.add("A" if (place.key.side == "A") != turned else "B", place.expert, factor)
 
     def check(self) -> None:
         """Raise ValueError unless all factors have their partners and do not overlap."""
-        for (name, projection), (_, sides) in self._found.items():
-            _check(sides)
-            others = {(name, "gate"), (name, "up")} & self._found.keys()
-            if projection == "gate_up" and others:
-                key = next(iter(sides.a.values())).key
+        for name, of_layer in self._found.items():
+            for sides in of_layer.values():
+                _check(sides)
+            if "gate_up" in of_layer and not of_layer.keys().isdisjoint(("gate", "up")):
+                key = next(iter(of_layer["gate_up"].a.values())).key
                 raise ValueError(
                     f"{key}: {name} has factors of gate_up_proj and of only gate or up"
                 )
 
     def ranks(self) -> dict[str, dict[Projection, int]]:
         """The rank of each pair, by layer and projection."""
-        ranks: dict[str, dict[Projection, int]] = {}
-        for (name, projection), (_, sides) in self._found.items():
-            ranks.setdefault(name, {})[projection] = max(f.rank for f in sides.a.values())
-        return ranks
+        return {
+            name: {p: max(f.rank for f in sides.a.values()) for p, sides in of_layer.items()}
+            for name, of_layer in self._found.items()
+        }
 
     def join(self) -> dict[str, dict[Projection, Pair]]:
         """Read the factors: pairs by layer and projection."""
-        pairs: dict[str, dict[Projection, Pair]] = {}
-        for (name, projection), (layer, sides) in self._found.items():
-            pairs.setdefault(name, {})[projection] = _pair(layer, sides)
-        return pairs
+        return {
+            name: {p: _pair(self._layers[name], sides) for p, sides in of_layer.items()}
+            for name, of_layer in self._found.items()
+        }
 
 
 def _check(sides: Sides) -> None:

@@ -26,7 +26,11 @@ def check_experts(
             raise ValueError(f"factors of {name}, which is none of the pool's layers of experts")
         check_mapping(f"experts[{name!r}] of the Adapter", pairs)
         layer = layers[name]
-        _check_projections(layer, pairs)
+        known = {"gate", "up", "gate_up", "down"} if layer.gated else {"up", "down"}
+        if unknown := sorted(pairs.keys() - known):
+            raise ValueError(f"{name} has no {unknown[0]}, wanted one of {sorted(known)}")
+        if "gate_up" in pairs and not pairs.keys().isdisjoint({"gate", "up"}):
+            raise ValueError(f"{name} has gate_up beside gate or up, wanted either")
         for projection, pair in pairs.items():
             where, experts = f"{name}.{projection}", (layer.num_experts, 1)
             _check_pair(where, pair, Pair)
@@ -73,15 +77,6 @@ def _check_pair(where: str, pair: object, kind: type[Pair] | type[LinearPair]) -
 def _check_scaling(where: str, scaling: object) -> None:
     if not is_number(scaling):
         raise ValueError(f"a scaling of {where} is {scaling!r}, wanted a finite number")
-
-
-def _check_projections(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> None:
-    known = {"gate", "up", "gate_up", "down"} if layer.gated else {"up", "down"}
-    unknown = sorted(pairs.keys() - known)
-    if unknown:
-        raise ValueError(f"{layer.name} has no {unknown[0]}, wanted one of {sorted(known)}")
-    if "gate_up" in pairs and not pairs.keys().isdisjoint({"gate", "up"}):
-        raise ValueError(f"{layer.name} has gate_up beside gate or up, wanted either")
 
 
 def _check(where: str, factor: torch.Tensor, forms: Sequence[tuple[int | None, ...]]) -> None:

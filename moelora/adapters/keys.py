@@ -92,14 +92,12 @@ def parse(text: str) -> Key | None:
             f"{text:.80}... has {len(text)} characters and is not a LoRA factor, wanted at most "
             f"{MAX_LENGTH}"
         )
-    match = _FACTOR.fullmatch(text)
-    if match is None:
+    if (match := _FACTOR.fullmatch(text)) is None:
         return None
-    module = module_of(match["path"])
     return Key(
         text,
         ".".join(_after_prefix(match["path"].split("."))),
-        module,
+        module_of(match["path"]),
         "A" if match["side"] == "A" else "B",
         match["embedding"] is not None,
         match["adapter"],

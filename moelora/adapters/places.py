@@ -184,8 +184,7 @@ class Modules:
 
     def locate(self, key: Key) -> Place:
         """Layer and position of a factor; ValueError if unknown."""
-        place = self._linear(key) or self._expert(key) or self._part(key)
-        if place is None:
+        if (place := self._linear(key) or self._expert(key) or self._part(key)) is None:
             raise ValueError(f"{key.text:.200} {self._unknown(key)}")
         return place
 
@@ -220,8 +219,7 @@ class Modules:
         )
 
     def _linear(self, key: Key) -> LinearPlace | None:
-        linear = self._linears.find(key.module)
-        if linear is None:
+        if (linear := self._linears.find(key.module)) is None:
             return None
         if linear.embedding != key.embedding:
             kind, wanted = "an embedding", "lora_embedding_"
@@ -253,8 +251,7 @@ class Modules:
                 if layer is not None and self._lora.target_parameters:
                     return self._below(key, layer, name, below)
             if (layer := self._beside.find(name)) is not None:
-                projection = _BESIDE.get(below.lstrip("."))
-                if projection is None:
+                if (projection := _BESIDE.get(below.lstrip("."))) is None:
                     return None
                 return self._stack(key, layer, projection, "weight")
             name, dot, last = name.rpartition(".")

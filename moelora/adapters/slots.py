@@ -42,12 +42,8 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, max_loras: int, device: torch.device) -> Tables:
-        return cls(
-            torch.zeros(max_loras, dtype=torch.int32, device=device),
-            torch.zeros(max_loras, dtype=torch.float32, device=device),
-            torch.zeros(max_loras, dtype=torch.int32, device=device),
-            torch.zeros(max_loras, dtype=torch.bool, device=device),
-        )
+        dtypes = torch.int32, torch.float32, torch.int32, torch.bool
+        return cls(*(torch.zeros(max_loras, dtype=of, device=device) for of in dtypes))
 
 
 class LayerFactors(TypedDict):
@@ -181,8 +177,7 @@ class Slots:
     def enable(self, slot: int, enabled: bool) -> None:
         self.streams.note()  # the next adapter of this slot is written after this
         for device, tables in self.tables.items():
-            filled = self._filled.get((device, slot))
-            if filled is not None:
+            if (filled := self._filled.get((device, slot))) is not None:
                 torch.cuda.current_stream(device).wait_event(filled)
             tables.enabled[slot].fill_(enabled)
 
@@ -210,8 +205,7 @@ class Slots:
                 if event is not None:
                     self._filled[device, slot] = event
             for device, names, copies in self._portions(slot, staged, before, used):
-                event = self.streams.run(device, copies.run)
-                if event is not None:
+                if (event := self.streams.run(device, copies.run)) is not None:
                     layers.update(dict.fromkeys(names, (device, event)))
                     last[device] = event
                     portions.append((event, copies.nbytes))

@@ -56,8 +56,7 @@ class Conversions:
         return converted
 
     def check(self) -> None:
-        found = first_not_finite([tensor for _, tensor in self._unchecked])
-        if found is not None:
+        if (found := first_not_finite([tensor for _, tensor in self._unchecked])) is not None:
             raise ValueError(self._unchecked[found][0])
 
 
@@ -290,8 +289,7 @@ def whole_pairs(layer: MoELayer, pairs: Mapping[Projection, Pair]) -> dict[Proje
     halves: tuple[Projection, ...] = ("gate", "up") if layer.gated else ()
     if len({found[p].scalings[0] for p in halves if p in found}) > 1:
         found |= {p: _folded(found[p]) for p in halves if p in found}
-    own = [(n, found.pop(p)) for n, p in enumerate(halves) if p in found]
-    if own:
+    if own := [(n, found.pop(p)) for n, p in enumerate(halves) if p in found]:
         found["gate_up"] = Pair(*_joined(layer, own), own[0][1].scalings)
     return found
 

@@ -49,8 +49,7 @@ class State(dict[str, Stored]):
         """Whether these tensors are on a GPU, and were checked there. ValueError for NaN or Inf."""
         if not self._stays:
             return False
-        found = first_not_finite([self[key].read() for key in keys])
-        if found is not None:
+        if (found := first_not_finite([self[key].read() for key in keys])) is not None:
             raise ValueError(f"{keys[found]} holds NaN or Inf")
         return True
 
@@ -72,8 +71,7 @@ def _safetensors(path: Path, opened: ExitStack) -> Weights:
 
     def read(key: str) -> torch.Tensor:
         with named():
-            tensor: torch.Tensor = file.get_tensor(key)
-            return tensor
+            return file.get_tensor(key)
 
     with named():
         file: Any = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -105,8 +103,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
         index = file_in(folder, f"{STEM}{ending}.index.json")
         if index.is_file():
             return _indexed(index)
-        shards = _numbered(folder, ending)
-        if shards:
+        if shards := _numbered(folder, ending):
             return {path: [] for path in shards}
     known = (*ENDINGS, ".pt", ".gguf")
     found = sorted(p.name for p in folder.iterdir() if p.suffix in known and p.is_file())
@@ -135,18 +132,17 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
 
 def _numbered(folder: Path, ending: str) -> list[Path]:
     form = re.compile(rf"{STEM}-([0-9]{{5}})-of-([0-9]{{5}}){re.escape(ending)}")
-    found = sorted(p for p in folder.iterdir() if form.fullmatch(p.name))
+    names = sorted(p.name for p in folder.iterdir())
+    found = {name: match for name in names if (match := form.fullmatch(name)) is not None}
     if not found:
         return []
-    matches = [form.fullmatch(p.name) for p in found]
-    numbers = [(int(m[1]), int(m[2])) for m in matches if m is not None]
+    numbers = [(int(match[1]), int(match[2])) for match in found.values()]
     total = numbers[0][1]
     if numbers != [(n, total) for n in range(1, total + 1)]:
         raise ValueError(
-            f"{folder} has the shards {', '.join(p.name for p in found[:5])}, wanted all of 1 to "
-            f"{total}"
+            f"{folder} has the shards {', '.join([*found][:5])}, wanted all of 1 to {total}"
         )
-    return [file_in(folder, path.name) for path in found]
+    return [file_in(folder, name) for name in found]
 
 
 @contextmanager
