@@ -19,7 +19,7 @@ def errors_about(what: object, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         kind = next(one for one in kinds if isinstance(error, one))
-        raise kind(f"{what}: {error}") from None
+        raise kind(f"{what}: {error}") from error.__cause__
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

@@ -244,19 +244,16 @@ def _check_ids(
     ids: Tensor, mapping: Tensor, max_loras: int, num_experts: int, expert_map: Tensor | None
 ) -> None:
     """ValueError for arguments of `touched_pairs` that would broadcast, or be no indices."""
-    given = {"topk_ids": ids, "token_lora_mapping": mapping, "expert_map": expert_map}
-    shapes = {"topk_ids": "(M, top_k)", "token_lora_mapping": f"{tuple(ids.shape[:1])}"}
-    for name, right in (
-        ("topk_ids", ids.dim() == 2),
-        ("token_lora_mapping", mapping.shape == ids.shape[:1]),
-        ("expert_map", expert_map is None or expert_map.dim() == 1),
+    rows = tuple(ids.shape[:1])
+    for name, value, is_right, expected in (
+        ("topk_ids", ids, ids.dim() == 2, "(M, top_k)"),
+        ("token_lora_mapping", mapping, tuple(mapping.shape) == rows, f"{rows}"),
+        ("expert_map", expert_map, expert_map is None or expert_map.dim() == 1, "1 dimension"),
     ):
-        value = given[name]
         if value is None:
             continue
         check_held(name, value)
-        if not right:
-            expected = shapes.get(name, "1 dimension")
+        if not is_right:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"{name} has dtype {dtype_name(value.dtype)}, expected an integer one")

@@ -290,8 +290,7 @@ class LoraSlot(Trained):
     @torch.no_grad()
     def _write(self, adapter: Adapter) -> None:
         """Write an adapter to the slot; what it lacks becomes 0. ValueError before any write."""
-        others = [*(adapter.experts.keys() - self.layers.keys()), *adapter.linears]
-        if others:
+        if others := [*(adapter.experts.keys() - self.layers.keys()), *adapter.linears]:
             raise ValueError(
                 f"the adapter has factors of {others[0]}, wanted those of {list(self.layers)}"
             )

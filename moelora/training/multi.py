@@ -9,7 +9,6 @@ holds the parameters (FSDP2 gathers them for each forward), the stack is copied 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +137,10 @@ class MultiLoraExperts(nn.Module):
             name: torch.zeros(slots, e, *shape, device=device)
             for name, shape in zip(FACTORS, shapes, strict=True)
         }
-        self.slots = nn.ModuleList(_Slot(self._stacks, slot) for slot in range(slots))
+        self.slots = nn.ModuleList(
+            nn.ParameterDict({name: stack[slot] for name, stack in self._stacks.items()})
+            for slot in range(slots)
+        )
         self.register_buffer("lora_ranks", torch.zeros(slots, dtype=torch.int32, device=device))
         self.register_buffer("lora_scalings", torch.ones(slots, device=device))
         self.adapters: Tensor | None = None
@@ -225,20 +227,10 @@ class MultiLoraExperts(nn.Module):
         shared = stack.untyped_storage().data_ptr()
         if any(p.untyped_storage().data_ptr() != shared for p in parameters):
             return torch.stack(parameters)
-        joined: Tensor = _Joined.apply(stack, *parameters)  # type: ignore[no-untyped-call]
-        return joined
+        return _Joined.apply(stack, *parameters)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.layer.num_experts} experts, {len(self.slots)} slots of rank {self.max_rank}"
-
-
-class _Slot(nn.Module):
-    """The parameters of a slot."""
-
-    def __init__(self, stacks: Mapping[str, Tensor], slot: int) -> None:
-        super().__init__()
-        for name, stack in stacks.items():
-            self.register_parameter(name, nn.Parameter(stack[slot]))
 
 
 class _Joined(torch.autograd.Function):

@@ -33,39 +33,33 @@ def check_pool(pool: object) -> None:
         )
 
 
-def check_arguments(
-    *,
-    rank: object,
-    alpha: object,
-    targets: object,
-    lr: object,
-    weight_decay: object,
-    optimizer: object,
-    sparse: Any,
-    accumulation: object,
-    max_norm: object,
-) -> None:
-    """ValueError for what is wrong whatever the pool is; it names the argument."""
-    check_flag("sparse", sparse)
+def check_new(rank: object, alpha: object, targets: object) -> None:
+    """ValueError for what no new adapter has, whatever the pool is; it names the argument."""
     check_count("rank", rank)
-    if accumulation is not None:
-        check_accumulation(accumulation)
     if alpha is not None:
         check_number("alpha", alpha, positive=True)
-    check_number("lr", lr, positive=sparse)  # SparseAdam refuses 0
-    check_number("weight_decay", weight_decay)
-    if max_norm is not None:
-        check_number("max_norm", max_norm, positive=True)
     if targets is not None:
         listed = isinstance(targets, (list, tuple)) and targets
         if not listed or not all(isinstance(target, str) for target in listed):
             raise ValueError(f"targets is {targets!r}, wanted a list of names, None for all")
+
+
+def check_settings(lr: object, weight_decay: object, optimizer: object, sparse: Any) -> None:
+    """ValueError for what no optimizer of a tenant has; it names the argument."""
+    check_flag("sparse", sparse)
+    check_number("lr", lr, positive=sparse)  # SparseAdam refuses 0
+    check_number("weight_decay", weight_decay)
     if optimizer is not None and not callable(optimizer):
         raise ValueError(
             f"optimizer is {optimizer!r}, wanted a function of the parameters that makes one"
         )
     if sparse and (weight_decay or optimizer is not None):
         raise ValueError("sparse=True takes neither weight_decay nor optimizer")
+
+
+def check_max_norm(value: object) -> None:
+    if value is not None:
+        check_number("max_norm", value, positive=True)
 
 
 def check_accumulation(value: object) -> None:

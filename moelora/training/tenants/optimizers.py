@@ -33,8 +33,7 @@ def make_optimizer(
         kind = type(made).__name__
         raise ValueError(f"optimizer made a {kind}, wanted a torch.optim.Optimizer")
     own = set(map(id, parameters))
-    others = sum(id(p) not in own for group in made.param_groups for p in group["params"])
-    if others:
+    if others := sum(id(p) not in own for group in made.param_groups for p in group["params"]):
         raise ValueError(
             f"optimizer made one of {others} parameters that are not this tenant's, wanted one of "
             "those that it is called with"

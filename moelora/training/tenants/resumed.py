@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moelora.operators.checks import check_number, dtype_name, is_number
+from moelora.operators.checks import check_number, dtype_name, errors_about, is_number
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants.arguments import LARGEST_COUNT
 from moelora.training.tenants.files import STATE_FILE
@@ -24,15 +24,9 @@ SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}
 ADAM = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW and SparseAdam, after an update
 
 
-@contextmanager
-def of_tenant(name: str) -> Iterator[None]:
+def of_tenant(name: str) -> AbstractContextManager[None]:
     """Errors say whose state they are about."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"tenant {name!r}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"tenant {name!r}: {error}") from error.__cause__
+    return errors_about(f"tenant {name!r}", FileNotFoundError, ValueError)
 
 
 def check_resumed(saved: Mapping[str, Any]) -> None:

@@ -17,11 +17,11 @@ from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.adapters.stacks import whole_pairs
-from moelora.operators.checks import check_count, check_number, errors_about
+from moelora.operators.checks import check_count, errors_about
 from moelora.operators.sparse import sparse_tensor
 from moelora.operators.torch_private import sparse_parts
 from moelora.training.tenants import files
-from moelora.training.tenants.arguments import check_accumulation
+from moelora.training.tenants.arguments import check_accumulation, check_max_norm
 from moelora.training.tenants.factors import Factor
 from moelora.training.tenants.files import STATE_FILE
 from moelora.training.tenants.resumed import check_resumed, of_tenant
@@ -176,8 +176,7 @@ class Tenant(Trained):
 
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
-        if value is not None:
-            check_number("max_norm", value, positive=True)
+        check_max_norm(value)
         self._max_norm = value
 
     def is_here(self) -> bool:
@@ -404,8 +403,7 @@ def _check_content(found: Mapping[str, Any]) -> None:
     check_count("updates", found["updates"], 0)
     check_count("pending", found["pending"], 0)
     check_accumulation(found["accumulation"])
-    if found["max_norm"] is not None:
-        check_number("max_norm", found["max_norm"], positive=True)
+    check_max_norm(found["max_norm"])
     groups, factors = found["groups"], found["factors"]
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups

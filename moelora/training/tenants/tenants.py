@@ -22,7 +22,13 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
 from moelora.operators.sparse import freeze, set_sparse, warn_silently
-from moelora.training.tenants.arguments import check_arguments, check_pool
+from moelora.training.tenants.arguments import (
+    check_accumulation,
+    check_max_norm,
+    check_new,
+    check_pool,
+    check_settings,
+)
 from moelora.training.tenants.files import save
 from moelora.training.tenants.new import new_adapter
 from moelora.training.tenants.optimizers import make_optimizer
@@ -199,17 +205,11 @@ class Tenants:
 
         def check() -> None:
             self._check_open(name)
-            check_arguments(
-                rank=rank,
-                alpha=alpha,
-                targets=targets,
-                lr=lr,
-                weight_decay=weight_decay,
-                optimizer=optimizer,
-                sparse=sparse,
-                accumulation=accumulation,
-                max_norm=max_norm,
-            )
+            check_new(rank, alpha, targets)
+            check_settings(lr, weight_decay, optimizer, sparse)
+            check_max_norm(max_norm)
+            if accumulation is not None:
+                check_accumulation(accumulation)
             if sparse:
                 warn_silently()  # also of gradients in a folder
             if resume and not isinstance(source, (str, Path)):

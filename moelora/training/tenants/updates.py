@@ -233,8 +233,7 @@ def _update(tenant: Tenant, norm: float) -> None:
     if tenant.max_norm is not None and tenant.is_sparse():
         scale = min(tenant.max_norm / (norm + 1e-6), 1.0)  # as torch has it
         for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None:
+            if (grad := parameter.grad) is not None:
                 indices, values = sparse_parts(grad)
                 parameter.grad = sparse_tensor(indices, values * scale, grad.shape)
     elif tenant.max_norm is not None:
