@@ -14,6 +14,7 @@ them is overwritten and added after the last. A slot that is written without the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,7 +28,7 @@ from moelora.adapters.host import Host, Source
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.names import check_name, distinct
 from moelora.adapters.ranks import Ranks, on_all_ranks
-from moelora.adapters.reader import Given, Reader
+from moelora.adapters.reader import AdapterSource, Given, Reader
 from moelora.adapters.serving import ServingPool
 from moelora.adapters.shards import Shard
 from moelora.adapters.slots import Slots, Staged
@@ -178,7 +179,7 @@ class AdapterPool(ServingPool):
     def add(
         self,
         name: str,
-        source: Given,
+        source: AdapterSource,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
@@ -226,13 +227,13 @@ class AdapterPool(ServingPool):
         check_name(name)
         check_flag("pin", pin)
         check_flag("replace", replace)
-        return self._add(name, source, config, layout, pin, replace)
+        return self._add(Given(name, source, config, layout), pin, replace)
 
     @on_all_ranks
     def register(
         self,
         name: str,
-        source: Given,
+        source: AdapterSource,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
@@ -255,12 +256,13 @@ class AdapterPool(ServingPool):
         host = self._with_host("register")
         with self._lock:
             self._versions.check_new(name)
+        given = Given(name, source, config, layout)
         if isinstance(source, (str, Path)):
-            self._reader.peek(name, source, config, layout)
+            self._reader.peek(given)
             origin = Source.of(source, layout)
         else:
             host.check_room(name)
-            staged = self._stage("register", name, source, config, layout)
+            staged = self._stage("register", given)
             origin = Source.of(source, layout, host.copied(staged))
         with self._lock:
             self._versions.check_new(name)
@@ -309,13 +311,13 @@ class AdapterPool(ServingPool):
 
         Parameters and errors are those of `add`; `name` is only for messages.
         """
-        return self._reader.read(name, source, config, layout)
+        return self._reader.read(Given(name, source, config, layout))
 
     @on_all_ranks
     def update(
         self,
         name: str,
-        source: Given,
+        source: AdapterSource,
         *,
         config: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
@@ -362,8 +364,9 @@ class AdapterPool(ServingPool):
         switch = in_flight == "switch"
         with self._lock:
             lineage = self._versions.lineage(name)
-        staged = self._stage("update", name, source, config, layout)
-        origin = self._origin(source, layout, staged)
+        given = Given(name, source, config, layout)
+        staged = self._stage("update", given)
+        origin = self._origin(given, staged)
         return self._versions.replace(name, staged, switch, origin, lineage)
 
     def version(self, name: str) -> int:
@@ -419,51 +422,33 @@ class AdapterPool(ServingPool):
     # -- inside --
 
     def _add(
-        self,
-        name: str,
-        source: Given,
-        config: Mapping[str, Any] | None = None,
-        layout: Layout | None = None,
-        pin: bool = True,
-        replace: bool = False,
-        trainer: object | None = None,
+        self, given: Given, pin: bool = True, replace: bool = False, trainer: object | None = None
     ) -> int:
         """As `add`; `trainer` identifies who writes the next versions."""
         with self._lock:
-            self._versions.check_new(name, replace)
-        staged = self._stage("add", name, source, config, layout)
-        origin = self._origin(source, layout, staged)
-        return self._versions.put(name, staged, pin, origin, replace, trainer)
+            self._versions.check_new(given.name, replace)
+        staged = self._stage("add", given)
+        origin = self._origin(given, staged)
+        return self._versions.put(given.name, staged, pin, origin, replace, trainer)
 
-    def _stage(
-        self,
-        method: str,
-        name: str,
-        source: Given,
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
-    ) -> Staged:
+    def _stage(self, method: str, given: Given) -> Staged:
         """An adapter in the dtypes of its stacks, the same on all ranks."""
-
-        def stage() -> Staged:
-            return self._reader.stage(name, source, config, layout)
-
+        stage = partial(self._reader.stage, given)
         if self.ranks is None:
             return stage()
-        return self.ranks.together(
-            f"{method} of adapter {name!r}", stage, lambda staged: staged.facts
-        )
+        call = f"{method} of adapter {given.name!r}"
+        return self.ranks.together(call, stage, lambda staged: staged.facts)
 
     def _with_host(self, method: str) -> Host:
         if self._host is None:
             raise RuntimeError(f"{method} needs a pool with host memory: AdapterPool(..., host=64)")
         return self._host
 
-    def _origin(self, source: Given, layout: Layout | None, staged: Staged) -> Source | None:
+    def _origin(self, given: Given, staged: Staged) -> Source | None:
         """What a name stands for, with its factors in host memory; None for a pool without."""
         if self._host is None:
             return None
-        return Source.of(source, layout, self._host.copied(staged))
+        return Source.of(given.source, given.layout, self._host.copied(staged))
 
     def _staged_folder(self, name: str, folder: Path, layout: Layout | None) -> Staged:
-        return self._reader.stage(name, folder, None, layout)
+        return self._reader.stage(Given(name, folder, layout=layout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,16 @@ from moelora.adapters.fits import check_parts
 from moelora.adapters.layers import Adapter, LinearLayer, MoELayer
 from moelora.adapters.slots import Slots, Staged
 
-Given: TypeAlias = "str | Path | Mapping[str, torch.Tensor] | Adapter"
+AdapterSource: TypeAlias = "str | Path | Mapping[str, torch.Tensor] | Adapter"
+
+
+class Given(NamedTuple):
+    """An adapter as `AdapterPool.add` is given it; other methods get some of it."""
+
+    name: str
+    source: Any  # an AdapterSource
+    config: Mapping[str, Any] | None = None
+    layout: Layout | None = None
 
 
 class Reader:
@@ -41,50 +50,39 @@ class Reader:
         experts = [layer for layer in every if isinstance(layer, MoELayer)]
         self._every = experts, [layer for layer in every if isinstance(layer, LinearLayer)]
 
-    def read(
-        self,
-        name: str,
-        source: str | Path | Mapping[str, torch.Tensor],
-        config: Mapping[str, Any] | None,
-        layout: Layout | None,
-    ) -> Adapter:
+    def read(self, given: Given) -> Adapter:
         """Read a checkpoint whose factors all fit the pool."""
-        with _errors_of(name, source):
+        with _errors_of(given.name, given.source):
             adapter = checkpoint.load(
-                source,
-                config,
+                given.source,
+                given.config,
                 *self._every,
                 max_rank=self.max_rank,
                 max_linear_rank=self.max_linear_rank,
-                layout=layout,
+                layout=given.layout,
                 own=self._own,
             )
             self._check_served(*adapter.experts, *adapter.linears)
             return adapter
 
-    def peek(
-        self, name: str, folder: str | Path, config: Mapping[str, Any] | None, layout: Layout | None
-    ) -> None:
+    def peek(self, given: Given) -> None:
         """Refuse a folder whose configuration or header shows that it does not fit the pool."""
-        with _errors_of(name, folder):
-            checkpoint.check_config(config)
-            info = checkpoint.peek(folder, *self._every, layout=layout)
+        with _errors_of(given.name, given.source):
+            checkpoint.check_config(given.config)
+            info = checkpoint.peek(given.source, *self._every, layout=given.layout)
             check_rank("its factors of experts", info.max_rank, self.max_rank)
             for layer, rank in info.linear_ranks.items():
                 check_rank(layer, rank, self.max_linear_rank, "max_linear_rank")
             self._check_served(*info.expert_ranks, *info.linear_ranks)
             self._slots.experts.check_info(info)
 
-    def stage(
-        self, name: str, source: Given, config: Mapping[str, Any] | None, layout: Layout | None
-    ) -> Staged:
+    def stage(self, given: Given) -> Staged:
         """An adapter in the dtypes of its stacks."""
-        if not isinstance(source, Adapter):
-            source = self.read(name, source, config, layout)
-        with _errors_of(name, source):
-            check_parts(source)
-            self._check_served(*source.experts, *source.linears)
-            return self._slots.stage(source)
+        adapter = given.source if isinstance(given.source, Adapter) else self.read(given)
+        with _errors_of(given.name, adapter):
+            check_parts(adapter)
+            self._check_served(*adapter.experts, *adapter.linears)
+            return self._slots.stage(adapter)
 
     def _check_served(self, *layers: str) -> None:
         for layer in layers:
@@ -93,7 +91,7 @@ class Reader:
 
 
 @contextmanager
-def _errors_of(name: str, source: Given) -> Iterator[None]:
+def _errors_of(name: str, source: AdapterSource) -> Iterator[None]:
     """Errors say whose adapter they are about."""
     try:
         yield

@@ -16,6 +16,7 @@ from moelora.adapters.folders import reading
 from moelora.adapters.held import Change
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
+from moelora.adapters.reader import Given
 from moelora.adapters.stacks import whole_pairs
 from moelora.operators.checks import check_count, errors_about
 from moelora.operators.sparse import sparse_tensor
@@ -358,26 +359,22 @@ class Tenant(Trained):
 
 
 def read_adapter(
-    pool: AdapterPool,
-    name: str,
-    source: str | Path | Mapping[str, Tensor],
-    resume: bool,
-    options: Mapping[str, Any],
+    pool: AdapterPool, given: Given, resume: bool
 ) -> tuple[Adapter, dict[str, Any] | None]:
     """An adapter of a checkpoint in whole pairs and, with `resume`, the state that `Tenants.save`
-    wrote beside it, checked; `options` are those of `AdapterPool.read`."""
+    wrote beside it, checked."""
 
     def read(source: Any) -> tuple[Adapter, dict[str, Any] | None]:
-        with of_tenant(name):
+        with of_tenant(given.name):
             saved = read_state(source) if resume else None
-        return pool.read(name, source, **options), saved
+        return pool._reader.read(given._replace(source=source)), saved
 
-    folder = Path(source) if isinstance(source, (str, Path)) else None
-    adapter, saved = read(source) if folder is None else reading(folder, read)
+    is_folder = isinstance(given.source, (str, Path))
+    adapter, saved = reading(Path(given.source), read) if is_folder else read(given.source)
     experts = {n: whole_pairs(pool.layers[n], pairs) for n, pairs in adapter.experts.items()}
     adapter = Adapter(experts, adapter.linears)
     if saved is not None:
-        with of_tenant(name):
+        with of_tenant(given.name):
             check_state(saved, pool, adapter)
             check_resumed(saved)
     return adapter, saved

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from moelora.adapters.columns import Layout
 from moelora.adapters.layers import Adapter
 from moelora.adapters.pool import AdapterPool
+from moelora.adapters.reader import Given
 from moelora.operators.sparse import freeze, set_sparse, warn_silently
 from moelora.training.tenants.arguments import (
     check_accumulation,
@@ -220,8 +221,8 @@ class Tenants:
             if source is None:
                 adapter = new_adapter(self.pool, rank, alpha, targets, draws)
             else:
-                options = {"config": config, "layout": layout}
-                adapter, saved = read_adapter(self.pool, name, source, resume, options)
+                given = Given(name, source, config, layout)
+                adapter, saved = read_adapter(self.pool, given, resume)
             make = partial(make_optimizer, sparse=sparse, lr=lr, weight_decay=weight_decay)
             if saved is not None and optimizer is None:
                 with of_tenant(name):
@@ -231,7 +232,7 @@ class Tenants:
                 self._check_open(name)
                 trainer = object()
                 try:
-                    self.pool._add(name, adapter, trainer=trainer)
+                    self.pool._add(Given(name, adapter), trainer=trainer)
                     tenant = Tenant(name, self.pool, adapter, trainer)
                     tenant.optimizer = make(tenant.parameters(), optimizer)
                     if saved is not None:
