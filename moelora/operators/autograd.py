@@ -27,7 +27,7 @@ from moelora.operators.schema import (
     is_absent,
     names_of,
 )
-from moelora.operators.sparse import Buffers, Pairs, is_marked
+from moelora.operators.sparse import Pairs, is_marked
 from moelora.operators.storage import holds
 from moelora.operators.torch_private import (
     AFTER_AUTOGRAD,
@@ -203,10 +203,6 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return [v for a in args for v in (a if isinstance(a, list) else [a])]
 
 
-def _any(needs: bool | list[bool]) -> bool:
-    return any(needs) if isinstance(needs, list) else needs
-
-
 def _nested(counts: list[int], flat: Sequence[Any]) -> list[Any]:
     """Inverse of `_flat`: lists of `counts` elements; a negative count is one argument that is no
     list."""
@@ -273,14 +269,15 @@ class _Recorded(torch.autograd.Function):
         args = _nested(ctx.counts, [next(tensors) if s else next(rest) for s in ctx.saves])
         given |= zip(names, args, strict=True)
         needs = dict(zip(names, _nested(ctx.counts, ctx.needs_input_grad[5:]), strict=True))
-        wanted = sum(b for n, b in backward.bits.items() if needs.get(n) and _any(needs[n]))
+        wanted = sum(bit for n, bit in backward.bits.items() if any(_flat([needs.get(n)])))
         given |= {"grad_out": _in_rows(grad_out), "wanted": wanted, "float32": False}
         grads: dict[str, Any] = {}
         if wanted and ctx.pairs is not None:
             grads = _sparse_gradients(backward, given, ctx.pairs)
         elif wanted:
-            over = ctx.over and _may_overwrite(given[backward.saved[0]])
-            op = backward.op("_over" if over else "")
+            # The only backward of its graph, which runs now, has saved tensors to itself.
+            over = ctx.over and type(given[backward.saved[0]]) is Tensor
+            op = backward.op("_over" if over and not backward_keeps_graph() else "")
             grads = backward.by_argument(call(op, tuple(in_order(op, given))), given)
         grads = {name: grad for name, grad in grads.items() if backward.bits[name] & wanted}
         if needs.get("out") and given["add_inputs"]:
@@ -290,23 +287,22 @@ class _Recorded(torch.autograd.Function):
         return None, None, None, None, None, *_flat(of_inputs)
 
 
-def _may_overwrite(saved: Tensor) -> bool:
-    """Whether a backward has saved tensors to itself: it is the only one of its graph, and runs."""
-    return type(saved) is Tensor and not backward_keeps_graph()
-
-
 def _sparse_gradients(backward: Backward, given: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
     """Gradients by argument, those of factors only for `pairs`."""
     wants = {name: bool(bit & given["wanted"]) for name, bit in backward.bits.items()}
-    names = backward.factors
-    factors = Buffers([given[name] for name in names], [wants[name] for name in names], pairs)
-    others = {n: _like(given[n], is_wanted) for n, is_wanted in wants.items() if n not in names}
-    to = others | dict(zip(names, factors.given, strict=True))
-    buffers = {f"grad_{name}": value for name, value in to.items()}
+    buffers: dict[str, Any] = {}
+    for name, is_wanted in wants.items():
+        if name in backward.factors:
+            buffers[name] = [pairs.buffer(factor) for factor in given[name] if is_wanted]
+        else:
+            buffers[name] = _like(given[name], is_wanted)
     options = {"grad_pairs": pairs.index, "accumulate": False}
     op = backward.op("_out")
-    op(*in_order(op, given | buffers | options))
-    return others | dict(zip(names, factors.gradients(), strict=True))
+    op(*in_order(op, given | {f"grad_{name}": to for name, to in buffers.items()} | options))
+    for name in backward.factors:
+        each = zip(buffers[name], given[name], strict=False)
+        buffers[name] = [pairs.gradient(buffer, factor) for buffer, factor in each]
+    return buffers
 
 
 def _like(value: Tensor, wanted: bool) -> Tensor:

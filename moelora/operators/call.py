@@ -56,8 +56,7 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            mistake = _mistyped(function, args, kwargs)
-            if mistake:
+            if mistake := _mistyped(function, args, kwargs):
                 raise TypeError(f"{function.__name__}: {mistake}") from None
             raise
 

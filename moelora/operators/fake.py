@@ -73,8 +73,7 @@ def _first_on(device: torch.device, given: list[tuple[Any, Any]]) -> str:
     """Name of the first tensor there, if there is one of those that are only read: others may be
     new, beside it."""
     there = [a for a, value in given if isinstance(value, Tensor) and value.device == device]
-    name: str = next((a.name for a in there if a.alias_info is None), there[0].name)
-    return name
+    return next((a.name for a in there if a.alias_info is None), there[0].name)
 
 
 @dataclass
@@ -152,8 +151,7 @@ def _size(word: str, given: dict[str, Any]) -> Any:
 def _dtype(word: str, given: dict[str, Any]) -> torch.dtype:
     if word == "compute":
         return COMPUTE_DTYPES[given["dtype"]]
-    dtype: torch.dtype = given[word].dtype if word in given else getattr(torch, word)
-    return dtype
+    return given[word].dtype if word in given else getattr(torch, word)
 
 
 def _saved(given: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ class Pairs:
     ----------
     index : Tensor, shape (max_loras, E), int32
         As of `index_of_pairs`.
+    places : Tensor, shape (2, S)
+        Adapter and expert of each index.
     """
 
     def __init__(self, ids: Tensor, mapping: Tensor, sizes: Sequence[int], expert_map: Any) -> None:
@@ -93,54 +95,27 @@ class Pairs:
             self._host.copy_(self.index, non_blocking=True)
             self._event.record(torch.cuda.current_stream(ids.device))
 
+    @cached_property
     def places(self) -> Tensor:
-        """(2, S): adapter and expert of each index, on the host."""
         if self._event is not None:
             self._event.synchronize()
-        return (self._host >= 0).nonzero().T
+        return (self._host >= 0).nonzero().T.to(self.index.device, non_blocking=True)
 
+    def is_sparse(self, factor: Tensor) -> bool:
+        """Whether a factor has a gradient of each pair: not if experts share it."""
+        return factor.size(1) == self.index.size(1)
 
-class Buffers:
-    """Gradients of a call's factors: sparse, but dense of those that experts share.
-
-    Attributes
-    ----------
-    given : list of lists of Tensor
-        For the operator, by factor; empty for those that are not wanted.
-    """
-
-    def __init__(
-        self, factors: Sequence[list[Tensor]], wanted: Sequence[bool], pairs: Pairs
-    ) -> None:
-        self._pairs, places = pairs, pairs.places()
-        self._count = places.size(1)
-        device = factors[0][0].device if factors[0] else pairs.index.device
-        self._places = places.to(device, non_blocking=True)
-        self.given = [
-            [self._buffer(f) for f in each] if one else []
-            for each, one in zip(factors, wanted, strict=True)
-        ]
-        self._factors = factors
-
-    def _is_sparse(self, factor: Tensor) -> bool:
-        return factor.size(1) == self._pairs.index.size(1)
-
-    def _buffer(self, factor: Tensor) -> Tensor:
-        if not self._is_sparse(factor):
+    def buffer(self, factor: Tensor) -> Tensor:
+        """What an operator writes a factor's gradient to."""
+        if not self.is_sparse(factor):
             return torch.empty_like(factor, memory_format=torch.contiguous_format)
-        return factor.new_empty(1, max(self._count, 1), *factor.shape[2:])
+        return factor.new_empty(1, max(self.places.size(1), 1), *factor.shape[2:])
 
-    def gradients(self) -> list[list[Tensor]]:
+    def gradient(self, buffer: Tensor, factor: Tensor) -> Tensor:
         """What the operator wrote, as autograd has it."""
-        return [
-            [self._gradient(buffer, f) for buffer, f in zip(buffers, factors, strict=False)]
-            for buffers, factors in zip(self.given, self._factors, strict=True)
-        ]
-
-    def _gradient(self, buffer: Tensor, factor: Tensor) -> Tensor:
-        if not self._is_sparse(factor):
+        if not self.is_sparse(factor):
             return buffer
-        return sparse_tensor(self._places, buffer[0, : self._count], factor.shape)
+        return sparse_tensor(self.places, buffer[0, : self.places.size(1)], factor.shape)
 
 
 def sparse_tensor(indices: Tensor, values: Tensor, size: Sequence[int]) -> Tensor:

@@ -78,8 +78,7 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 def coalesced(group: Any) -> AbstractContextManager[Any]:
     """Collectives of a group within are one launch."""
     distributed: Any = torch.distributed
-    manager: AbstractContextManager[Any] = distributed._coalescing_manager(group)
-    return manager
+    return distributed._coalescing_manager(group)
 
 
 def ignore_in_ddp(model: nn.Module, names: set[str]) -> None:
