@@ -36,6 +36,11 @@ CODES = {
 }
 
 
+def codes_of(kernel: str) -> tuple[float, ...]:
+    """The numbers of 16 codes of a type of four bits."""
+    return next(f.codes for f in FORMATS if f.kernel == kernel)
+
+
 def code_of(kernel: str, group_columns: int, has_zeros: bool, row_scales: bool) -> int:
     """Code of the format with these properties.
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from moelora.operators.formats import FORMATS
+from moelora.operators.formats import FORMATS, codes_of
 from moelora.operators.storage import check_held
 from moelora.weights.readers import LARGEST_SCALE, Checkpoint, Format, Numbers
 
@@ -97,16 +97,14 @@ def tensor_of(weight: Any, state: Any, name: str = "") -> BnbTensor:
 def _from_object(state: Any, at: str) -> dict[str, Any]:
     """The fields of bitsandbytes' `QuantState`."""
     names = ("absmax", "shape", "code", "blocksize", "quant_type")
-    absent = [name for name in names if getattr(state, name, None) is None]
-    if absent:
+    if absent := [name for name in names if getattr(state, name, None) is None]:
         what = f"a {type(state).__name__} without {absent[0]}"
         raise TypeError(
             f"{at} is {what}, expected bitsandbytes' QuantState, or a mapping of its tensors"
         )
     of = {name: getattr(state, name) for name in names}
     of["shape"] = tuple(of["shape"])
-    inner = getattr(state, "state2", None)
-    if inner is not None:
+    if (inner := getattr(state, "state2", None)) is not None:
         of |= {"nested_absmax": inner.absmax, "nested_code": inner.code}
         of |= {"nested_blocksize": inner.blocksize, "nested_offset": state.offset}
     return of
@@ -178,8 +176,7 @@ def _nested(of: Mapping[str, Any], absmax: Tensor, at: str) -> Tensor:
 
 def _pairs(code: Any, quant_type: str, at: str) -> Tensor:
     """`BnbTensor.pairs` of a quant_map, whose numbers may be in any order."""
-    codes = next(f.codes for f in FORMATS if f.kernel == QUANT_TYPES[quant_type])
-    numbers = torch.tensor(codes, device="cpu")
+    numbers = torch.tensor(codes_of(QUANT_TYPES[quant_type]), device="cpu")
     if not isinstance(code, Tensor) or code.numel() != 16:
         got = tuple(code.shape) if isinstance(code, Tensor) else type(code).__name__
         fail(at, f"has a quant_map of {got}", "16 numbers")

@@ -148,7 +148,7 @@ class FromFP8(Packable):
         """
         weight, scales = _weight(weight), Stack("weight_scale", weight_scale)
         rows, columns = weight.matrix("[N, K] for each expert")
-        _check(scales, weight, (rows, 1) if scales[0].dim() == 2 else (rows,))
+        scales.check(weight, (rows, 1) if scales[0].dim() == 2 else (rows,), *FP8_SCALES)
         found = _checkpoint(weight, scales, torch.arange(rows, device="cpu"), (1, columns), gate_up)
         return cls._pack_fp8(found, activations, "token", 0.0, gate_up, dtype)
 
@@ -215,7 +215,7 @@ def read_block(
     if gate_up == "concatenated" and rows % 2 == 0 and found == halves:
         row = torch.arange(rows, device="cpu")
         of_rows = row // half * (halves // 2) + row % half // high
-    _check(scales, weight, (int(of_rows[-1]) + 1, -(-columns // wide)))
+    scales.check(weight, (int(of_rows[-1]) + 1, -(-columns // wide)), *FP8_SCALES)
     return _checkpoint(weight, scales, of_rows, (high, wide), gate_up)
 
 
@@ -226,10 +226,10 @@ def read_tensor(weight: PerExpert, scales: PerExpert, gate_up: GateUp | None) ->
     if count == 2 and gate_up:
         of_rows = row % 2 if gate_up == "interleaved" else row // max(1, rows // 2)
         high = max(1, rows // 2)
-        _check(scales, weight, (2,))
+        scales.check(weight, (2,), *FP8_SCALES)
     else:
         of_rows, high = torch.zeros_like(row), rows
-        _check(scales, weight, tuple(scales[0].shape) if count == 1 else (1,))
+        scales.check(weight, tuple(scales[0].shape) if count == 1 else (1,), *FP8_SCALES)
     return _checkpoint(weight, scales, of_rows, (high, columns), gate_up)
 
 
@@ -254,10 +254,6 @@ def _weight(weight: PerExpert) -> Stack:
     shape = stack.matrix("[N, K] for each expert")
     stack.check(stack, shape, torch.float8_e4m3fn)
     return stack
-
-
-def _check(scales: Stack, weight: Stack, shape: tuple[int, ...]) -> None:
-    scales.check(weight, shape, *FP8_SCALES)
 
 
 def _checkpoint(

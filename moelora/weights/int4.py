@@ -93,16 +93,10 @@ class FromINT4(Packable):
         values.check(values, (depth, rows), torch.int32)
         scales.check(values, (groups, rows), *SCALES)
         group = group_of(scales, columns, groups, group_size)
-        zeros = None
-        if qzeros is not None:
-            stored = Stack("qzeros", qzeros)
-            stored.check(values, (groups, -(-rows // 8)), torch.int32)
-            zeros = stored if _differ_from_8(stored, rows, offset) else None
-            if sym and zeros is not None:
-                raise ValueError(
-                    "qzeros has zero points other than 8, expected none, as sym is True"
-                )
-        elif sym is False:
+        zeros = _zero_points(qzeros, values, groups, rows, offset)
+        if sym and zeros is not None:
+            raise ValueError("qzeros has zero points other than 8, expected none, as sym is True")
+        if sym is False and qzeros is None:
             raise ValueError("qzeros is None, expected zero points, as sym is False")
         if g_idx is not None:
             _check_order(Stack("g_idx", g_idx), values, columns, group)
@@ -161,11 +155,7 @@ class FromINT4(Packable):
         values.check(values, (columns, eighth), torch.int32)
         scales.check(values, (groups, rows), *SCALES)
         group = group_of(scales, columns, groups, group_size)
-        zeros = None
-        if qzeros is not None:
-            stored = Stack("qzeros", qzeros)
-            stored.check(values, (groups, eighth), torch.int32)
-            zeros = stored if _differ_from_8(stored, rows, 0) else None
+        zeros = _zero_points(qzeros, values, groups, rows, 0)
 
         def by_columns(packed: Tensor) -> Tensor:
             stored = nibbles(words(packed)).unflatten(1, (-1, 8))
@@ -262,12 +252,16 @@ def group_of(scales: Stack, columns: int, groups: int, group_size: int | None) -
     return group
 
 
-def _differ_from_8(zeros: Stack, rows: int, offset: int) -> bool:
-    stored = 8 - offset
-    return any(
-        bool((nibbles(words(zeros[expert]))[:, :rows] != stored).any())
-        for expert in range(len(zeros))
-    )
+def _zero_points(
+    qzeros: PerExpert | None, values: Stack, groups: int, rows: int, offset: int
+) -> Stack | None:
+    """Those of GPTQ and AWQ, stored smaller by `offset`; None if there are none, or all are 8."""
+    if qzeros is None:
+        return None
+    zeros = Stack("qzeros", qzeros)
+    zeros.check(values, (groups, -(-rows // 8)), torch.int32)
+    points = (nibbles(words(zeros[expert]))[:, :rows] + offset for expert in range(len(zeros)))
+    return zeros if any(bool((of_expert != 8).any()) for of_expert in points) else None
 
 
 def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:

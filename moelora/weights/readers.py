@@ -124,8 +124,7 @@ class Stack:
         return str((len(self), *shape) if self.is_tensor else shape)
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-SCALES = FLOATS
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_SCALE = 65504.0  # largest float16 value
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from moelora.operators.formats import FORMATS
+from moelora.operators.formats import codes_of
 from moelora.operators.storage import check_held
 from moelora.weights.fp8 import LARGEST_SCALE as LARGEST_FP8_SCALE
-from moelora.weights.readers import FLOATS, LARGEST_SCALE, Checkpoint, Numbers
+from moelora.weights.readers import LARGEST_SCALE, SCALES, Checkpoint, Numbers
 
 Rounding: TypeAlias = Literal["nf4", "fp4", "mxfp4", "nvfp4", "int4", "fp8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
@@ -31,10 +31,6 @@ LARGEST = {
     "int4": 7 * LARGEST_SCALE,
     "fp8": LARGEST_FP8_SCALE * LARGEST_FP8,
 }
-
-
-def _codes(kernel: str) -> tuple[float, ...]:
-    return next(f.codes for f in FORMATS if f.kernel == kernel)
 
 
 def _nearest(x: Tensor, codes: Sequence[float]) -> Tensor:
@@ -59,7 +55,7 @@ def _of_bnb(kernel: str) -> Callable[[Tensor, int], Numbers]:
     def rounded(w: Tensor, group: int) -> Numbers:
         groups, absmax = _groups(w, group)
         unit = torch.where(absmax > 0, absmax, 1)[..., None]
-        return _pairs(_nearest(groups / unit, _codes(kernel)).flatten(1)), absmax, None
+        return _pairs(_nearest(groups / unit, codes_of(kernel)).flatten(1)), absmax, None
 
     return rounded
 
@@ -69,7 +65,7 @@ def _e2m1(x: Tensor) -> Tensor:
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     number = torch.round(magnitude / step) * step
-    codes = torch.tensor(_codes("mxfp4")[:8], device=x.device)
+    codes = torch.tensor(codes_of("mxfp4")[:8], device=x.device)
     return torch.bucketize(number, codes).to(torch.uint8) | (x < 0).to(torch.uint8) << 3
 
 
@@ -140,7 +136,7 @@ def checkpoint(w: Sequence[Tensor] | Tensor, rounding: Any) -> Checkpoint:
             got = f"w[{expert}] has shape {tuple(one.shape)}"
             raise ValueError(f"{got}, expected {(rows, columns)} as w[0]")
         check_held(f"w[{expert}]", one)
-        if one.dtype not in FLOATS:
+        if one.dtype not in SCALES:
             wanted = "float32, bfloat16 or float16"
             raise ValueError(f"w[{expert}] has dtype {one.dtype}, expected {wanted}")
         exact = one.detach().to(torch.float32).contiguous()
