@@ -173,16 +173,14 @@ def _fits(folder: str, model: str, layout: Layout | None) -> tuple[list[str], li
     empty, experts, linears = empty_layers(model)
     has = f"{type(empty).__name__} has {len(experts)} layers of experts, "
     has += f"{len(linears)} linear layers or embeddings"
-    aside = own_experts(empty, set(experts))
-    if aside:
+    if aside := own_experts(empty, set(experts)):
         has += f"; {', '.join(aside)} are code of its own, which moelora does not run"
     specs = [*experts.values()], [linear.layer for linear in linears.values()]
     try:
         info = peek(folder, *specs, layout=layout)
     except (ValueError, OSError) as error:
         return [has], [str(error)]
-    refused = [n for n in info.linear_ranks if linears[n].refusal]
-    if refused:
+    if refused := [n for n in info.linear_ranks if linears[n].refusal]:
         return [has], [f"factors of {n}, {linears[n].refusal}" for n in refused[:5]]
     shares = " with one A for gate and up" if info.max_rank and info.fused else ""
     parts = [f"experts up to rank {info.max_rank}{shares}"] if info.max_rank else []

@@ -128,7 +128,6 @@ def _differences(ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) 
     for layer in held.keys() - wanted.keys():
         yield f"{layer} has factors, and none in the folder"
     for what, said in (("unused", "no module uses the factors of"), ("empty", "the slot lacks")):
-        names = sorted({name for rank in ranks for name in rank[what]})
-        if names:
+        if names := sorted({name for rank in ranks for name in rank[what]}):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield f"{said} {names[0]}{more}"

@@ -106,7 +106,6 @@ def block(known: dict[str, str]) -> str:
 
 
 def _verdict(name: str, found: dict[str, str | None]) -> Text:
-    why = found.get(name)
-    if why is None:
+    if (why := found.get(name)) is None:
         return Text("usable, not run")
     return Text(why, style="red") if why else Text("correct")

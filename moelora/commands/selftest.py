@@ -80,8 +80,7 @@ def _variant(name: str) -> str | None:
     for layer in _layers(name):
         out = moelora.fused_experts_lora(**_problem(*layer))
         if name in _C.last_plan().replace("=", " ").split():
-            verdict = _compared(out, *layer)
-            if verdict:
+            if verdict := _compared(out, *layer):
                 return f"{layer[-1] or 'weights as they are'}, {layer[-2]} tokens: {verdict}"
     return verdict
 

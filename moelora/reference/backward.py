@@ -70,8 +70,7 @@ def _naive(
 
     def rounded(**given: Any) -> Tensor:
         for name in factors:
-            value = given.get(name)
-            if value is not None:
+            if (value := given.get(name)) is not None:
                 is_list = isinstance(value, list)
                 given[name] = [v.to(dtype) for v in value] if is_list else value.to(dtype)
         return function(**given)
