@@ -102,8 +102,8 @@ class _Place:
     linear layer (`part` is then "")."""
 
     layer: str
-    part: str = ""
-    why: str = ""
+    part: str
+    why: str
 
 
 class _VllmNames(NamedTuple):
@@ -120,26 +120,24 @@ def _vllm_names(model: Model) -> _VllmNames:
     names = names_of(model.model_type)
     places: dict[str, _Place] = {}
 
-    def add(name: str, place: _Place) -> None:
+    def add(name: str, layer: str, part: str = "") -> None:
         first, *older = names.of(name)
-        for spelled, why in _prefixes(model.model_type, first):
-            places[spelled] = _Place(place.layer, place.part, why)
-        for other in older:
-            places[other] = _Place(place.layer, place.part, "older")
+        for spelled, why in (*_prefixes(model.model_type, first), *((o, "older") for o in older)):
+            places[spelled] = _Place(layer, part, why)
 
     for name, layer in model.experts.items():
         if model.model_type in STACKED:
-            add(name, _Place(name, "down"))
-            add(f"{name}.base_layer", _Place(name, "gate_up"))
+            add(name, name, "down")
+            add(f"{name}.base_layer", name, "gate_up")
             continue
         for expert in range(layer.num_experts):
             for projection in _projections(layer):
-                part = f"{expert}.{projection}"
-                add(f"{name}.{expert}.{names.projections[projection]}", _Place(name, part))
+                module = f"{name}.{expert}.{names.projections[projection]}"
+                add(module, name, f"{expert}.{projection}")
     for name, linear in model.linears.items():
         if not linear.embedding or model.model_type in _EMBEDDINGS:
             if name != "lm_head" or model.model_type in _EMBEDDINGS:
-                add(name, _Place(name))
+                add(name, name)
     leaves = {name.rpartition(".")[2] for name in places if ".experts." not in name} | {"experts"}
     return _VllmNames(places, leaves, {_of_experts(name) for name in places if ".experts" in name})
 

@@ -13,6 +13,7 @@ folded into B, because lists of blocks are shared by all layers of a pass.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -31,29 +32,27 @@ class LinearFactors(TypedDict):
     adapter_enabled: torch.Tensor
 
 
+@dataclass(eq=False)
 class LinearStacks:
     """Stacks of all linear layers and embeddings of a pool."""
 
-    def __init__(
-        self,
-        layers: Mapping[str, LinearLayer],
-        max_loras: int,
-        max_rank: int,
-        places: Mapping[str, Place],
-    ) -> None:
-        self.layers = layers
-        self.max_rank = max_rank
-        self._stacks: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        r = padded(max_rank)
-        for name, layer in layers.items():
-            device, dtype = places[name]
-            wide, tall = layer.in_features, layer.out_features
-            shape = (wide, r) if layer.embedding else (r, wide)
-            self._stacks[name] = (
-                torch.zeros(max_loras, 1, *shape, dtype=dtype, device=device),
-                torch.zeros(max_loras, 1, tall, r, dtype=dtype, device=device),
-                torch.zeros(max_loras, dtype=torch.int32, device=device),
-            )
+    layers: Mapping[str, LinearLayer]
+    max_loras: int
+    max_rank: int
+    places: Mapping[str, Place]
+
+    def __post_init__(self) -> None:
+        self._stacks = {name: self._allocate(layer) for name, layer in self.layers.items()}
+
+    def _allocate(self, layer: LinearLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        device, dtype = self.places[layer.name]
+        wide, tall, r = layer.in_features, layer.out_features, padded(self.max_rank)
+        shape = (wide, r) if layer.embedding else (r, wide)
+        return (
+            torch.zeros(self.max_loras, 1, *shape, dtype=dtype, device=device),
+            torch.zeros(self.max_loras, 1, tall, r, dtype=dtype, device=device),
+            torch.zeros(self.max_loras, dtype=torch.int32, device=device),
+        )
 
     def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(lora_a, lora_b, lora_ranks) of a layer."""

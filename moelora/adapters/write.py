@@ -87,7 +87,7 @@ def peft_tensors(
     base_model : str, optional
         `base_model_name_or_path` of the configuration.
     copy : bool
-        Tensors are contiguous copies on the CPU; False: they stay on their device, may be views.
+        Contiguous copies on the CPU; False: tensors stay on their device, and may be views.
 
     Raises
     ------
