@@ -3,9 +3,9 @@
 import inspect
 import logging
 import sys
+from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import sglang_stand_in
@@ -325,38 +325,65 @@ def test_a_sglang_without_the_new_runner(sglang, monkeypatch):
 # ---- safe to have installed ----
 
 
-def test_kernels_that_do_not_run_on_this_gpu(sglang, monkeypatch, warned):
-    why = "kernels of this build do not run on the H900: no kernel image is available"
-    monkeypatch.setattr(moelora_sglang, "reason_against_device", lambda: why)
-    for _ in range(2):
-        assert sglang.stays(sglang.layer(None, name="csgmv"))
-    (line,) = warned.messages
-    assert line == f"moelora: a MoE layer is not supported: {why}; SGLang's own path runs"
+def patched(place, value):
+    return lambda patch, layer: patch.setattr(place, value)
 
 
-def of_another_release(monkeypatch, base_layer):
-    def asks(layer):
-        return layer.something_of_another_release
-
-    monkeypatch.setattr(moelora_sglang, "reason_against_layer", asks)
+def of_a_new_name(patch, layer):
+    del layer.should_fuse_routed_scaling_factor_in_topk
 
 
-def of_a_new_name(monkeypatch, base_layer):
-    del base_layer.should_fuse_routed_scaling_factor_in_topk
+SRT, HERE = "sglang.srt", "moelora.integrations.sglang"
+NO_IMAGE = "kernels of this build do not run on the H900: no kernel image is available"
+UNEXPECTED = "it is not as expected (AttributeError: "
+STAYS = [  # backend, what is otherwise, why
+    ("csgmv", patched(f"{HERE}.reason_against_device", lambda: NO_IMAGE), NO_IMAGE),
+    ("csgmv", patched(f"{HERE}.reason_against_layer", lambda layer: layer.new), UNEXPECTED),
+    ("csgmv", of_a_new_name, UNEXPECTED),
+    ("triton_v2", of_a_new_name, UNEXPECTED),
+    (
+        "triton_v2",
+        patched(
+            f"{SRT}.layers.moe.token_dispatcher.standard.StandardCombineInput",
+            namedtuple("More", "hidden_states scales"),
+        ),
+        "StandardCombineInput requires scales",
+    ),
+    (
+        "triton_v2",
+        patched(
+            f"{SRT}.lora.backend.base_backend.BaseLoRABackend.get_batch_info", lambda self: None
+        ),
+        "BaseLoRABackend.get_batch_info does not take layout",
+    ),
+    (
+        "triton_v2",
+        patched(f"{SRT}.lora.moe.runner.MoeLoraRunner.run", lambda self, dispatched, more: None),
+        "MoeLoraRunner.run has the parameters ['self', 'dispatched', 'more'], not",
+    ),
+    (
+        "triton_v2",
+        patched(f"{SRT}.lora.moe.runner.MoeLoraBatch", LoRAInfo),
+        "MoeLoraBatch has no down_lora_a, down_l",
+    ),
+    (
+        "csgmv",
+        patched(f"{SRT}.lora.lora_moe_runners.LoRAInfo", MoeLoraBatch),
+        "LoRAInfo has no down_lora_a_weigh",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("backend", "change"),
-    [("csgmv", of_another_release), ("csgmv", of_a_new_name), ("triton_v2", of_a_new_name)],
-)
-def test_a_layer_that_no_runner_can_be_made_for(backend, change, sglang, monkeypatch, warned):
-    """The server starts, with SGLang's own path."""
+@pytest.mark.parametrize(("backend", "change", "why"), STAYS)
+def test_layers_that_no_runner_is_made_for(backend, change, why, sglang, monkeypatch, warned):
+    """The server starts, with SGLang's own path, and no forward fails."""
     base_layer = make_base_layer(Spec().build())
     change(monkeypatch, base_layer)
     for _ in range(2):
         assert sglang.stays(sglang.layer(base_layer, name=backend))
     (line,) = warned.messages
-    assert "it is not as expected (AttributeError: " in line and line.endswith("own path runs")
+    assert line.startswith("moelora: a MoE layer is not supported: ") and why in line
+    assert line.endswith("; SGLang's own path runs")
 
 
 @BACKENDS
@@ -391,46 +418,3 @@ def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
     monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
     with pytest.raises(NotImplementedError, match="SM90 and SM100 only"):
         runner.run(dispatched(p), make_batch(p))
-
-
-class OtherRunner:
-    def run(self, dispatched, batch, more):
-        pass
-
-
-class OtherBackend:
-    def get_batch_info(self):
-        pass
-
-
-class More(NamedTuple):
-    hidden_states: Any
-    scales: Any
-
-
-COMBINED = "layers.moe.token_dispatcher.standard.StandardCombineInput"
-OTHERWISE = {  # class, another one in its place, why
-    "combine": (COMBINED, More, "StandardCombineInput requires scales"),
-    "batch_info": (
-        *("lora.backend.base_backend.BaseLoRABackend", OtherBackend),
-        "BaseLoRABackend.get_batch_info does not take layout",
-    ),
-    "run": (
-        *("lora.moe.runner.MoeLoraRunner.run", OtherRunner.run),
-        "MoeLoraRunner.run has the parameters ['self', 'dispatched', 'batch', 'more'], not",
-    ),
-    "batch": ("lora.moe.runner.MoeLoraBatch", LoRAInfo, "MoeLoraBatch has no down_lora_a, down_l"),
-    "legacy": ("lora.lora_moe_runners.LoRAInfo", MoeLoraBatch, "LoRAInfo has no down_lora_a_weigh"),
-}
-
-
-@pytest.mark.parametrize("what", OTHERWISE)
-def test_a_release_that_would_call_otherwise(what, sglang, monkeypatch, warned):
-    """Seen before the first forward, which would fail."""
-    place, other, why = OTHERWISE[what]
-    backend = "csgmv" if what == "legacy" else "triton_v2"
-    monkeypatch.setattr(f"sglang.srt.{place}", other)
-    for _ in range(2):
-        assert sglang.stays(sglang.layer(make_base_layer(Spec().build()), name=backend))
-    (line,) = warned.messages
-    assert why in line and line.endswith("; SGLang's own path runs")
