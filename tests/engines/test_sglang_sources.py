@@ -41,31 +41,36 @@ RELEASES = sorted(
 pytestmark = pytest.mark.skipif(not RELEASES, reason=f"no sources of SGLang in {FOLDER}")
 
 
+def only_where_there_is_triton_v2(release):
+    if not (release / RUNNER).exists():
+        pytest.skip("legacy backends alone")
+
+
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
 def release(request) -> Path:
     return request.param
 
 
+@pytest.fixture
+def triton_v2(release) -> Path:
+    only_where_there_is_triton_v2(release)
+    return release
+
+
 TARGETS = ["model.layers.0.mlp.gate_proj", "q_proj", "unembed_tokens", "kv_a_proj_with_mqa", "gate"]
 
 
-def test_names_are_read_as_sglang_reads_them(release):
+def test_names_are_read_as_sglang_reads_them(triton_v2):
     """By `moelora doctor --lora`, whose rules are those of the releases with triton_v2."""
-    only_where_there_is_triton_v2(release)
     name, needed = "get_normalized_target_modules", {"Union": Union, "Iterable": Iterable}
-    (normalized,) = Sources(release).functions("sglang.srt.lora.utils", name, **needed)
+    (normalized,) = Sources(triton_v2).functions("sglang.srt.lora.utils", name, **needed)
     for one in [*engine_rules._NORMALIZED, *TARGETS]:
         assert engine_rules._targets({"target_modules": [one]}) == normalized([one])
     assert normalized("all-linear") == {"all"}
-    text = (release / "sglang/srt/layers/utils/common.py").read_text()
+    text = (triton_v2 / "sglang/srt/layers/utils/common.py").read_text()
     assert engine_rules._NUMBER.pattern in text, "of a layer"
-    text = (release / "sglang/srt/lora/mem_pool.py").read_text()
+    text = (triton_v2 / "sglang/srt/lora/mem_pool.py").read_text()
     assert engine_rules._EXPERT.pattern in text, "of an expert"
-
-
-def only_where_there_is_triton_v2(release):
-    if not (release / RUNNER).exists():
-        pytest.skip("legacy backends alone")
 
 
 @pytest.mark.parametrize("path", SIGNATURES)
@@ -147,26 +152,23 @@ def test_names(release, file):
 
 
 @pytest.mark.parametrize("file", READ_OF_TRITON_V2)
-def test_names_of_triton_v2(release, file):
-    only_where_there_is_triton_v2(release)
-    assert missing(release, file, READ_OF_TRITON_V2[file]) == []
+def test_names_of_triton_v2(triton_v2, file):
+    assert missing(triton_v2, file, READ_OF_TRITON_V2[file]) == []
 
 
-def test_layers_of_gptq_and_awq_refuse_the_runners_of_adapters(release):
+def test_layers_of_gptq_and_awq_refuse_the_runners_of_adapters(triton_v2):
     """Docs say so: their runner is made where the backend is "auto" alone."""
-    only_where_there_is_triton_v2(release)
     for name in (
         "layers/quantization/awq/schemes/awq_moe.py",
         "hardware_backend/gpu/quantization/gptq_kernels.py",
     ):
-        text = (release / "sglang/srt" / name).read_text()
+        text = (triton_v2 / "sglang/srt" / name).read_text()
         assert "assert get_moe_runner_backend().is_auto()" in text
 
 
-def test_kernels_of_triton_v2_by_format(release):
+def test_kernels_of_triton_v2_by_format(triton_v2):
     """The table of docs/serving.md; a format runs its first kernel where the named one has none."""
-    only_where_there_is_triton_v2(release)
-    text = (release / "sglang/srt/lora/moe/base_gemm_provider/__init__.py").read_text()
+    text = (triton_v2 / "sglang/srt/lora/moe/base_gemm_provider/__init__.py").read_text()
     tree = ast.parse(text)
     (vendors,) = (n.value for n in tree.body if ast.unparse(n).startswith("VENDORS = "))
     assert ast.literal_eval(vendors) == {
@@ -175,10 +177,10 @@ def test_kernels_of_triton_v2_by_format(release):
         "nvfp4": ("marlin",),
     }
     assert "vendor = vendors[0]" in text
-    text = (release / "sglang/srt/layers/quantization/modelopt_quant.py").read_text()
+    text = (triton_v2 / "sglang/srt/layers/quantization/modelopt_quant.py").read_text()
     assert "if moe_runner_backend.is_lora() and not self._lora_marlin:" in text
     assert "use_marlin_fallback = (8, 0) <= capability < (10, 0)" in text  # Hopper, too
-    text = (release / "sglang/srt/lora/moe/runner.py").read_text()
+    text = (triton_v2 / "sglang/srt/lora/moe/runner.py").read_text()
     assert "if major not in (9, 10):" in text
 
 
