@@ -46,31 +46,29 @@ class VLLM:
         self.plugin = load(HERE)
         self.interface = load(f"{HERE}.interface")
         self.own_calls = 0
-        parts = self.interface.LAYERS, self.interface.BATCHED, self.interface.DELTAS
-        parts += (self.interface.LINEAR,)
         self.methods = {n: f.needed for n, f in load(f"{HERE}.formats").FORMATS.items()}
-        parts += (*self.methods.values(),)
-        for place, names in ((p, n) for part in parts for p, n in part.replaced.items()):
-            self._put_back(place, names)
-            self._put_back(place, ["Mxfp4MoEMethod.__init__"] if place.endswith(".mxfp4") else [])
-        for name in ("CONFIGS", "PREFETCH", "TRAVEL", "UPDATES"):
-            part = getattr(self.interface, name)
-            for place, names in (*part.called.items(), *part.replaced.items()):
-                self._put_back(place, names)
-        for needed in self.methods.values():
-            for place, names in needed.called.items():
-                self._put_back(place, [name for name in names if name.startswith("select_")])
+        Interface = self.interface.Interface
+        parts = [part for part in vars(self.interface).values() if isinstance(part, Interface)]
+        for part in (*parts, *self.methods.values()):
+            for place, names in (*part.replaced.items(), *part.called.items()):
+                for name in filter(None, names):
+                    self._put_back(place, *name.rpartition(".")[::2])
 
-    def _put_back(self, place, names):
-        """When the test is over."""
+    def _put_back(self, place, path, name):
+        """When the test is over; a release may lack what another one has."""
         try:
-            module = load(place)
+            owner = attrgetter(path)(load(place)) if path else load(place)
+            self.monkeypatch.setattr(owner, name, inspect.getattr_static(owner, name))
+        except (ModuleNotFoundError, AttributeError):
+            pass
+
+    def method(self, name: str) -> tuple[str, type | None]:
+        """(module, class) of a quantization method; None where this release has no such class."""
+        ((place, functions),) = self.methods[name].replaced.items()
+        try:
+            return place, getattr(load(place), next(iter(functions)).partition(".")[0], None)
         except ModuleNotFoundError:
-            return
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            owner = attrgetter(path)(module) if path else module
-            self.monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
+            return place, None
 
     def set(self, module: str, name: str, value):
         self.monkeypatch.setattr(load(module), name, value)
