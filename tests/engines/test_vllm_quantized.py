@@ -41,30 +41,25 @@ def kind(request):
     ],
     ids=str,
 )
-def test_a_layer_is_what_the_reference_says(vllm, lines, kind, options):
+def test_a_layer_is_what_the_reference_says(served, lines, kind, options):
     """vLLM's kernels round 2880 up to 3072 and 2944; ours take what blocks of 32 allow."""
-    vllm.register()
     spec = spec_of(kind, **options)
-    layer = QuantizedLayer(vllm, kind, spec)
+    layer = QuantizedLayer(served, kind, spec)
     assert type(layer.experts).__name__ == OURS
     routed = layer.routed
     assert (routed.hidden_size, routed.intermediate_size_per_partition) == (spec.hidden, spec.inter)
     if spec.mix != "absent":
         layer.step()
     layer.check(layer())
-    assert vllm.own_calls == 0
+    assert served.own_calls == 0
     assert lines == []
 
 
 @pytest.mark.parametrize("options", [{}, {"remote": 4, "top_k": 3}, {"sharing": "outer"}])
 @pytest.mark.parametrize("backend", ["TRITON", "MARLIN"])
 @pytest.mark.parametrize("scheme", FP8)
-def test_a_layer_of_fp8_is_what_the_operator_gives(
-    vllm, lines, monkeypatch, scheme, backend, options
-):
-    vllm.register()
-    monkeypatch.setattr(Fp8Layer, "backend", backend)
-    layer = Fp8Layer(vllm, scheme, spec_of(scheme, **options)).step()
+def test_a_layer_of_fp8_is_what_the_operator_gives(served, lines, scheme, backend, options):
+    layer = Fp8Layer(served, scheme, spec_of(scheme, **options), backend=backend).step()
     assert type(layer.experts).__name__ == OURS
     weights = {name: layer.weights(name) for name in ("w13", "w2")}
     scalings = layer.p.lora_scalings
@@ -109,19 +104,17 @@ def test_adapters_of_gate_and_up_where_rows_alternate(vllm, lines):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *FP8])
-def test_base_rows_keep_their_bits(vllm, kind):
-    vllm.register()
-    layer = quantized_layer(vllm, kind, spec_of(kind, mix="half_base")).step()
-    plain = quantized_layer(vllm, kind, spec_of(kind, mix="absent"))()
+def test_base_rows_keep_their_bits(served, kind):
+    layer = quantized_layer(served, kind, spec_of(kind, mix="half_base")).step()
+    plain = quantized_layer(served, kind, spec_of(kind, mix="absent"))()
     bases = layer.p.token_lora_mapping < 0
     assert bases.any()
     assert same_bits(layer()[bases], plain[bases])
 
 
-def test_nothing_of_the_loader_stays(vllm, kind):
+def test_nothing_of_the_loader_stays(served, kind):
     """Tiles are all that a layer holds, with its biases; the tensors that were loaded are freed."""
-    vllm.register()
-    layer = QuantizedLayer(vllm, kind, spec_of(kind, hidden=256, inter=256))
+    layer = QuantizedLayer(served, kind, spec_of(kind, hidden=256, inter=256))
     held = {name for name, _ in layer.routed.named_parameters()}
     biases = {"w13_bias", "w2_bias"} if kind == "gpt_oss" else set()
     assert held == {"w13_weight", "w2_weight"} | biases
@@ -130,11 +123,10 @@ def test_nothing_of_the_loader_stays(vllm, kind):
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
-def test_a_share_that_is_no_whole_block_is_padded(vllm, kind, monkeypatch):
+def test_a_share_that_is_no_whole_block_is_padded(served, kind, monkeypatch):
     """Tensor parallel: the last block of a rank may be partly empty, and adds nothing."""
-    vllm.register()
     spec = spec_of(kind, hidden=64, inter=96, mix="absent")
-    plain = QuantizedLayer(vllm, kind, spec)()
+    plain = QuantizedLayer(served, kind, spec)()
 
     class Padded(QuantizedLayer):
         def make_method(self):
@@ -142,7 +134,7 @@ def test_a_share_that_is_no_whole_block_is_padded(vllm, kind, monkeypatch):
             self.moe_config.intermediate_size_per_partition += 32
             return method
 
-    layer = Padded(vllm, kind, spec)
+    layer = Padded(served, kind, spec)
     assert layer.routed.intermediate_size_per_partition == 128
     layer.check(layer())
     torch.testing.assert_close(layer(), plain)
@@ -159,15 +151,10 @@ def own(vllm):
         assert self.experts_cls.__name__ != OURS
         self.moe_kernel = SimpleNamespace(fused_experts=OWN)
 
-    for needed in vllm.methods.values():
-        for place, names in needed.replaced.items():
-            cls = next(iter(names)).partition(".")[0]
-            try:
-                method = getattr(load(place), cls)
-            except (ModuleNotFoundError, AttributeError):
-                continue
-            name = "process_weights_after_loading"
-            vllm.monkeypatch.setattr(method, name, process_weights_after_loading)
+    for name in vllm.methods:
+        if (cls := vllm.method(name)[1]) is not None:
+            function = process_weights_after_loading
+            vllm.monkeypatch.setattr(cls, function.__name__, function)
     return vllm.register()
 
 
@@ -226,11 +213,9 @@ def test_a_layer_of_another_release(own, lines, kind, lacks, monkeypatch):
     """It lacks what is read while it is packed, or before that; the engine starts all the same."""
 
     def change(layer):
-        if lacks == "moe_backend":
-            del layer.moe_config.moe_backend
+        owner = Routed if hasattr(Routed, lacks) else layer.moe_config
+        monkeypatch.delattr(owner, lacks)
 
-    if lacks == "_expert_routing_tables":
-        monkeypatch.delattr(Routed, lacks)
     layer = QuantizedLayer(own, kind, spec_with_a_way_back(kind), changes=change)
     (line,) = lines
     assert line.startswith("moelora: the layer is not as expected (AttributeError: ")
@@ -274,70 +259,64 @@ def test_scales_above_two(own, lines, kind):
         QuantizedLayer(own, kind, spec_of(kind), changes=spoil)
 
 
-class WithoutKernels(QuantizedLayer):
-    """vLLM has none that are batch invariant and take adapters, or any at all."""
-
-    backend = None
-    REFUSAL = "No MXFP4 MoE backend supports the deployment configuration."
-
-    @classmethod
-    def of(cls, vllm, kind, spec, **options):
-        def refuse(config):
-            raise NotImplementedError(cls.REFUSAL)
-
-        for name in ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"):
-            vllm.set("vllm.model_executor.layers.quantization.mxfp4", name, refuse)
-        vllm.register()
-        return cls(vllm, kind, spec, **options)
+REFUSAL = "No MXFP4 MoE backend supports the deployment configuration."
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
-def test_what_vllm_has_no_kernels_for_is_served(vllm, lines, kind):
-    layer = WithoutKernels.of(vllm, kind, spec_of(kind, hidden=160, inter=96)).step()
+@pytest.fixture(params=["gpt_oss", "mxfp4"])
+def without_kernels(vllm, request):
+    """Makes a layer for which vLLM has no kernels that are batch invariant and take adapters."""
+
+    def refuse(config):
+        raise NotImplementedError(REFUSAL)
+
+    for name in ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"):
+        vllm.set("vllm.model_executor.layers.quantization.mxfp4", name, refuse)
+    vllm.register()
+    spec = spec_of(request.param, hidden=160)
+    return lambda **options: QuantizedLayer(vllm, request.param, spec, backend=None, **options)
+
+
+def test_what_vllm_has_no_kernels_for_is_served(without_kernels, lines):
+    layer = without_kernels().step()
     assert type(layer.experts).__name__ == OURS
     layer.check(layer())
     assert lines == []
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
-def test_what_nobody_has_kernels_for_is_refused(vllm, kind):
-    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
-        WithoutKernels.of(vllm, kind, spec_of(kind), moe_backend="marlin")
-    assert str(raised.value.__cause__) == "moelora: moe_backend='marlin' is asked for"
-    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL):
-        WithoutKernels(vllm, kind, spec_of(kind), subclass=True)
-    with pytest.raises(NotImplementedError, match=WithoutKernels.REFUSAL) as raised:
-        WithoutKernels(vllm, kind, spec_of(kind), changes=spoil)
-    assert "has the e8m0 byte 129" in str(raised.value.__cause__)
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"moe_backend": "marlin"}, "moelora: moe_backend='marlin' is asked for"),
+        ({"subclass": True}, "moelora: Subclass is not known"),
+        ({"changes": spoil}, "has the e8m0 byte 129"),
+    ],
+)
+def test_what_nobody_has_kernels_for_is_refused(without_kernels, options, cause):
+    with pytest.raises(NotImplementedError, match=REFUSAL) as raised:
+        without_kernels(**options)
+    assert cause in str(raised.value.__cause__)
 
 
-NVFP4 = "nvfp4_modelopt", "nvfp4_compressed"
+# vLLM chooses this backend where tensor cores take FP4 on both sides.
+NVFP4 = pytest.mark.parametrize("kind", ["nvfp4_modelopt", "nvfp4_compressed"])
+TAKES_FP4 = {"backend": "FLASHINFER_CUTLASS"}
 
 
-class TakesFp4(QuantizedLayer):
-    """What vLLM chooses where tensor cores take FP4 on both sides."""
-
-    backend = "FLASHINFER_CUTLASS"
-
-
-@pytest.mark.parametrize("kind", NVFP4)
+@NVFP4
 def test_activations_of_four_bits_stay_with_vllm(own, lines, kind):
-    layer = TakesFp4(own, kind, spec_of(kind))
+    layer = QuantizedLayer(own, kind, spec_of(kind), **TAKES_FP4)
     theirs(layer, lines, "vLLM's FLASHINFER_CUTLASS kernels take activations in NVFP4")
 
 
-@pytest.mark.parametrize("kind", NVFP4)
-def test_checkpoints_that_quantize_weights_alone(vllm, lines, kind):
-    vllm.register()
-    layer = TakesFp4(vllm, kind, spec_of(kind), use_a16=True).step()
+@NVFP4
+def test_checkpoints_that_quantize_weights_alone(served, lines, kind):
+    layer = QuantizedLayer(served, kind, spec_of(kind), use_a16=True, **TAKES_FP4).step()
     layer.check(layer())
     assert lines == []
 
 
 def test_cutlass_takes_activations_in_mxfp4(own, lines):
-    place = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
-    place = load(f"{place}.compressed_tensors_moe_w4a4_mxfp4")
-    cls = place.CompressedTensorsW4A4Mxfp4MoEMethod
+    _, cls = own.method("mxfp4_compressed_tensors")
     init = cls.__init__
 
     def on_blackwell(self, moe):
@@ -362,25 +341,23 @@ def test_a_subclass_keeps_its_own_way(own, kind):
     assert layer.experts is OWN
 
 
-def test_a_context_that_cannot_be_served_is_refused(vllm):
+def test_a_context_that_cannot_be_served_is_refused(served):
     """vLLM's kernels cannot read tiles: there is no way back any more."""
-    vllm.register()
-    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
+    layer = QuantizedLayer(served, "gptq", spec_of("gptq"))
     context = layer.experts._lora_context
     context.fully_sharded = True
     with pytest.raises(RuntimeError, match="adapters are fully sharded; .* MOELORA_VLLM=0"):
         layer.experts.set_lora_context(context)
 
 
-def test_what_the_operator_refuses(vllm):
-    vllm.register()
-    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq", mix="absent"))
+def test_what_the_operator_refuses(served):
+    layer = QuantizedLayer(served, "gptq", spec_of("gptq", mix="absent"))
     with pytest.raises(RuntimeError, match="quantized for bfloat16, .* MOELORA_VLLM=0"):
         layer(hidden_states=layer.p.hidden_states.to(torch.float16))
 
 
 def test_methods_that_changed_are_left_alone(vllm, lines):
-    gptq = load("vllm.model_executor.layers.quantization.auto_gptq").AutoGPTQMoEMethod
+    _, gptq = vllm.method("gptq")
 
     def process_weights_after_loading(self, layer, device):
         pass
@@ -394,12 +371,11 @@ def test_methods_that_changed_are_left_alone(vllm, lines):
     QuantizedLayer(vllm, "awq", spec_of("awq"))
 
 
-def test_the_class_that_drops_adapters_is_named(vllm, lines):
+def test_the_class_that_drops_adapters_is_named(served, lines):
     """`TritonWNA16Experts` says that it supports LoRA; its apply never reads the context."""
-    vllm.register()
-    layer = QuantizedLayer(vllm, "gptq", spec_of("gptq"))
+    layer = QuantizedLayer(served, "gptq", spec_of("gptq"))
     place = load("vllm.model_executor.layers.fused_moe.experts.triton_moe")
     theirs = place.TritonWNA16Experts(layer.moe_config, layer.method.moe_quant_config)
-    vllm.FusedMoEKernel(vllm.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
+    served.FusedMoEKernel(served.MoEPrepareAndFinalizeNoDPEPModular(), theirs)
     said = "vLLM's TritonWNA16Experts IGNORES ADAPTERS: answers are the base model's"
     assert lines[-1] == f"moelora: {said}"

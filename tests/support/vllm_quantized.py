@@ -92,6 +92,7 @@ class QuantizedLayer(Layer):
         self.numbers = {n: self.quantize(w, n, spec.seed + i) for i, (n, w) in weights}
         dense = {name: n.dequantized(spec.dtype) for name, n in self.numbers.items()}
         self.moe_backend = config.pop("moe_backend", "auto")
+        self.backend = config.pop("backend", self.backend)
         self.subclass = config.pop("subclass", False)
         self.use_a16 = config.pop("use_a16", False)
         self.exchange = config.pop("exchange", "allgather_reducescatter")
@@ -146,15 +147,8 @@ class QuantizedLayer(Layer):
 
     def make_method(self):
         vllm = self.vllm
-        for name in self.kind.methods:
-            needed = vllm.methods[name]
-            place = next(iter(needed.replaced))
-            try:
-                module = load(place)
-            except ModuleNotFoundError:
-                continue
-            break
-        cls = getattr(module, next(iter(needed.replaced[place])).partition(".")[0])
+        place, cls = next(found for found in map(vllm.method, self.kind.methods) if found[1])
+        module = load(place)
         experts = vllm.TritonExperts  # whatever vLLM would choose
         world = "get_tensor_model_parallel_world_size"
         for other in (place, f"{QUANT}.utils.fp8_utils", "vllm.distributed"):
