@@ -4,20 +4,13 @@ import pytest
 import torch
 from cases import Spec, same_bits
 from test_vllm import SPECS
-from vllm_hooks import LISTS, Deltas, Own
+from vllm_hooks import LISTS, Deltas
 from vllm_layer import load
 
 pytest_plugins = ["vllm_fixtures"]
 
 NAMES = "several_adapters ranks_and_room half_base disabled_adapters shared_outer one_slice "
 NAMES += "expert_map one_adapter"
-
-
-@pytest.fixture
-def own(vllm):
-    recorded = Own(vllm)
-    vllm.register()
-    return recorded
 
 
 @pytest.mark.parametrize("name", NAMES.split())

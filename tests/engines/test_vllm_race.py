@@ -9,9 +9,9 @@ import torch
 from cases import Spec
 from conftest import needs_gpu
 from torch import nn
-from vllm_hooks import Deltas, Own
+from vllm_hooks import Deltas
 from vllm_layer import HERE, Layer, load
-from vllm_quantized import KINDS, QuantizedLayer
+from vllm_quantized import QuantizedLayer
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -70,6 +70,7 @@ def race(vllm, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "race", noting)
     logger = logging.getLogger("vllm.moelora")
     logger.setLevel(logging.INFO)
+    vllm.register()
     yield race
     logger.setLevel(logging.NOTSET)
     forget(race)
@@ -96,7 +97,6 @@ def is_ours(vllm, made):
 @pytest.mark.parametrize("slower", [(), (2,), (8,), (2, 8)])
 def test_each_number_of_tokens_runs_where_it_is_faster(race, vllm, lines, monkeypatch, slower):
     """The next start reads it from the file."""
-    vllm.register()
     race.slower = slower
     assert is_ours(vllm, layer(vllm, 9)) == (8 not in slower)
     new_process(race, monkeypatch)
@@ -147,7 +147,6 @@ FILES = {
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_that_is_not_of_this_is_ignored_with_a_line(race, vllm, lines, file):
     change, words = FILES[file]
-    vllm.register()
     race.slower = (8,)
     is_ours(vllm, layer(vllm))
     (path,) = race.folder().glob("*.json")
@@ -164,7 +163,6 @@ def test_a_file_that_is_not_of_this_is_ignored_with_a_line(race, vllm, lines, fi
 def test_a_folder_that_cannot_be_written(race, vllm, lines, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    vllm.register()
     assert is_ours(vllm, layer(vllm))
     assert any("is not written, so the next start times layers again" in line for line in lines)
 
@@ -203,7 +201,6 @@ def test_where_layers_race(race, vllm, monkeypatch, card, env, races):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     forget(race)
-    vllm.register()
     race.slower = SIZES
     assert race.wanted() == races
     assert is_ours(vllm, layer(vllm)) != races
@@ -212,7 +209,6 @@ def test_where_layers_race(race, vllm, monkeypatch, card, env, races):
 
 
 def test_what_could_not_be_timed_stays_with_vllm(race, vllm, lines, monkeypatch):
-    vllm.register()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert not is_ours(vllm, layer(vllm))
@@ -223,7 +219,6 @@ def test_what_could_not_be_timed_stays_with_vllm(race, vllm, lines, monkeypatch)
 
 
 def test_a_side_that_raises_is_named_and_not_tried_again(race, vllm, lines, monkeypatch):
-    vllm.register()
 
     def fail(run):
         raise RuntimeError("an illegal memory access")
@@ -236,15 +231,15 @@ def test_a_side_that_raises_is_named_and_not_tried_again(race, vllm, lines, monk
 
 
 def test_the_budget_is_what_timing_takes(race, vllm, monkeypatch):
-    vllm.register()
     now = iter(range(100))
     monkeypatch.setattr(race.time, "monotonic", lambda: next(now))
     is_ours(vllm, layer(vllm))
     assert race.timed == 3 * race.BUDGET, "a second each, of four rows"
 
 
-def engines_own(vllm, kind):
-    """vLLM's side of a quantized layer: 16-bit weights for its Triton experts."""
+@pytest.fixture
+def engines_own(vllm):
+    """vLLM's side of quantized layers: 16-bit weights for its Triton experts."""
 
     def process(self, layer):
         moe = self.moe
@@ -258,20 +253,16 @@ def engines_own(vllm, kind):
         prepare = vllm.MoEPrepareAndFinalizeNoDPEPModular()
         self.moe_kernel = vllm.FusedMoEKernel(prepare, experts)
 
-    for name in KINDS[kind].methods:
-        place, names = next(iter(vllm.methods[name].replaced.items()))
-        cls = getattr(load(place), next(iter(names)).partition(".")[0])
+    for _, cls in map(vllm.method, ("gptq", "nvfp4_modelopt")):
         vllm.monkeypatch.setattr(cls, "process_weights_after_loading", process)
 
 
 @pytest.mark.parametrize("slower", [(), (2,), (8,), (2, 8)])
 @pytest.mark.parametrize("kind", ["gptq", "nvfp4_modelopt"])
 def test_a_quantized_layer_stays_with_vllm_if_it_loses_anywhere(
-    race, vllm, lines, monkeypatch, kind, slower
+    engines_own, race, vllm, lines, monkeypatch, kind, slower
 ):
     """Tiles are for one side only."""
-    engines_own(vllm, kind)
-    vllm.register()
     race.slower = slower
     spec = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
     for process in range(2):
@@ -285,8 +276,7 @@ def test_a_quantized_layer_stays_with_vllm_if_it_loses_anywhere(
             monkeypatch.setattr(race, "_row", None)
 
 
-def test_a_format_that_vllm_fails_on_runs_in_moelora(race, vllm, lines, monkeypatch):
-    engines_own(vllm, "gptq")
+def test_a_format_that_vllm_fails_on_runs_in_moelora(engines_own, race, vllm, lines, monkeypatch):
     place = load(f"{HERE}.methods")
 
     def fail(process, method, layer, packed, format, run=place._race):
@@ -296,7 +286,6 @@ def test_a_format_that_vllm_fails_on_runs_in_moelora(race, vllm, lines, monkeypa
         return run(process, method, layer, packed, format)
 
     monkeypatch.setattr(place, "_race", fail)
-    vllm.register()
     spec = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
     made = QuantizedLayer(vllm, "gptq", spec)
     made.check(made())
@@ -304,7 +293,6 @@ def test_a_format_that_vllm_fails_on_runs_in_moelora(race, vllm, lines, monkeypa
 
 
 def test_doctor_prints_the_tables(race, vllm):
-    vllm.register()
     race.slower = (8,)
     is_ours(vllm, layer(vllm))
     (line,) = race.report()
@@ -316,17 +304,14 @@ def test_doctor_prints_the_tables(race, vllm):
 
 
 def test_the_line_is_for_the_log_of_every_start(race, vllm, caplog):
-    vllm.register()
     with caplog.at_level(logging.INFO, "vllm.moelora"):
         is_ours(vllm, layer(vllm))
     assert [r.levelname for r in caplog.records if "by tokens" in r.message] == ["INFO"]
 
 
 @pytest.mark.parametrize("slower", [(), (8,)])
-def test_adapters_of_vllms_layers_race_with_its_kernels(race, vllm, slower):
+def test_adapters_of_vllms_layers_race_with_its_kernels(own, race, vllm, slower):
     """The gate's choice is also that of the down projection."""
-    own = Own(vllm)
-    vllm.register()
     race.slower = slower
     made = Deltas(vllm, SPEC.build()).step()
     y = made()
@@ -337,9 +322,7 @@ def test_adapters_of_vllms_layers_race_with_its_kernels(race, vllm, slower):
         made.check(y)
 
 
-def test_a_layer_that_is_left_has_vllms_own_adapters(race, vllm):
-    own = Own(vllm)
-    vllm.register()
+def test_a_layer_that_is_left_has_vllms_own_adapters(own, race, vllm):
     race.slower = SIZES
     made = Deltas(vllm, SPEC.build()).step()
     with load(f"{HERE}.deltas").left():

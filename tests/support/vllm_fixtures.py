@@ -12,6 +12,7 @@ import vllm_stand_in_lora
 from cases import Problem, Spec
 from conftest import DEVICES
 from stand_in import modules
+from vllm_hooks import Own
 from vllm_layer import HERE, VLLM, Layer, drop, load
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -59,6 +60,14 @@ def vllm(request, monkeypatch):
 def served(vllm):
     """The engine with moelora's hooks in it."""
     return vllm.register()
+
+
+@pytest.fixture
+def own(vllm):
+    """What vLLM's own hooks for adapters were called with, under moelora's."""
+    recorded = Own(vllm)
+    vllm.register()
+    return recorded
 
 
 @pytest.fixture(params=DEVICES)
