@@ -1,13 +1,12 @@
 """Tokens that come batched by expert, with and without vLLM."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import Spec, same_bits
 from checks import assert_close_to_ref
-from vllm_layer import load
+from vllm_layer import Layer, load
 
 from moelora import fused_experts_lora
 from moelora.integrations.batched import batched_experts_lora
@@ -141,68 +140,50 @@ def batched_class(vllm):
     return oracle.backend_to_kernel_cls(vllm.UnquantizedMoeBackend.BATCHED_TRITON)[0]
 
 
-def batched_layer(vllm, p, activation=None):
-    """(experts, arguments of `apply` but for those of the batch)."""
-    place = load("vllm.model_executor.layers.fused_moe.config")
-    numbers = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
-    config = SimpleNamespace(
-        activation=vllm.MoEActivation(activation or p.spec.activation),
-        num_local_experts=p.spec.experts,
-        hidden_dim=p.spec.hidden,
-        **dict.fromkeys(numbers),
-    )
-    quant = place.biased_moe_quant_config(p.w13_bias, p.w2_bias)
-    experts = batched_class(vllm)(config, quant, max_num_tokens=ROWS, num_dispatchers=1)
-    return experts, {
-        "w1": p.w13,
-        "w2": p.w2,
-        "topk_weights": p.topk_weights,
-        "topk_ids": p.topk_ids,
-        "activation": config.activation,
-        "global_num_experts": p.spec.experts,
-        "expert_map": None,
-        "a1q_scale": None,
-        "a2_scale": None,
-        "apply_router_weight_on_input": False,
-    }
+class Batched(Layer):
+    """A layer whose tokens come batched by expert, called as the modular kernel does."""
+
+    def make_kernel(self, quant):
+        cls = batched_class(self.vllm)
+        self.experts = cls(self.moe_config, quant, max_num_tokens=ROWS, num_dispatchers=1)
+        self.kernel = self
+
+    def apply(self, hidden_states, expert_num_tokens, **call):
+        weights_and_ids = call["w1"], call["w2"], call["topk_ids"]
+        e, *problem = self.experts.moe_problem_size(hidden_states, *weights_and_ids)
+        meta = self.vllm.ExpertTokensMetadata(expert_num_tokens, None)
+        call |= {"expert_tokens_meta": meta, "a1q_scale": None, "a2_scale": None}
+        self.shapes = self.experts.workspace_shapes(*problem, e, e, meta, call["activation"])
+        first, second, output = map(hidden_states.new_empty, self.shapes)
+        call |= {"workspace13": first, "workspace2": second, "output": output}
+        self.experts.apply(hidden_states=hidden_states, **call)
+        return output
 
 
-def apply(vllm, experts, call, x, counts):
-    """As the modular kernel calls it, with the workspace that the class asks for."""
-    e, m, n, k, topk = experts.moe_problem_size(x, call["w1"], call["w2"], call["topk_ids"])
-    meta = vllm.ExpertTokensMetadata(counts, None)
-    shapes = experts.workspace_shapes(m, n, k, topk, e, e, meta, call["activation"])
-    names = "workspace13", "workspace2", "output"
-    spaces = {name: x.new_empty(shape) for name, shape in zip(names, shapes, strict=True)}
-    experts.apply(hidden_states=x, expert_tokens_meta=meta, **spaces, **call)
-    return spaces["output"], shapes
-
-
-def test_vllms_batched_layers_are_served(vllm, place):
+def test_vllms_batched_layers_are_served(served, place):
     device, dtype = place
-    vllm.register()
-    assert batched_class(vllm).__name__ == "BatchedTritonExpertsServed"
+    assert batched_class(served).__name__ == "BatchedTritonExpertsServed"
     p = Spec(tokens=9, mix="absent", bias=True, dtype=dtype).build().to(device)
-    experts, call = batched_layer(vllm, p)
+    layer = Batched(served, p, device)
     x, counts, _, _ = dispatch(p)
-    output, shapes = apply(vllm, experts, call, x, counts)
-    assert shapes[:2] == ((0,), (0,)) and output.shape == x.shape
+    output = layer(hidden_states=x, expert_num_tokens=counts)
+    assert layer.shapes[:2] == ((0,), (0,)) and output.shape == x.shape
     wanted = batched_experts_lora(x, p.w13, p.w2, counts, w13_bias=p.w13_bias, w2_bias=p.w2_bias)
     assert same_bits(output, wanted)
     assert output.isfinite().all()
 
 
-def test_what_is_not_supported_runs_vllms_own_path(vllm, lines):
-    vllm.register()
+def test_what_is_not_supported_runs_vllms_own_path(served, lines):
     p = Spec(tokens=9, mix="absent").build()
-    experts, call = batched_layer(vllm, p, activation="gelu")
+    layer = Batched(served, p)
+    layer.activation = layer.moe_config.activation = served.MoEActivation("gelu")
     own = []
-    base = type(experts).__mro__[2]
+    base = type(layer.experts).__mro__[2]
     assert base.__name__ == "BatchedTritonExperts"
-    vllm.monkeypatch.setattr(base, "apply", lambda self, *args: own.append(len(args)))
+    served.monkeypatch.setattr(base, "apply", lambda self, *args: own.append(len(args)))
     x, counts, _, _ = dispatch(p)
-    _, shapes = apply(vllm, experts, call, x, counts)
-    assert own == [15] and shapes[0] != (0,)
+    layer(hidden_states=x, expert_num_tokens=counts)
+    assert own == [15] and layer.shapes[0] != (0,)
     assert lines[-1] == "moelora: there is no activation 'gelu'; vLLM's own path runs"
 
 
