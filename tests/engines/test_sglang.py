@@ -38,18 +38,12 @@ from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 pytest_plugins = ["sglang_fixtures"]
 
-# Parameters of what moelora is called by and calls, from sglang/srt of SGLang: legacy from 0.5.13
-# on, the runner of `triton_v2` from 0.5.23 on.
-LEGACY = {
-    "layers.moe.moe_runner.runner.MoeRunner.run": "self dispatch_output quant_info lora_info",
-    "layers.moe.token_dispatcher.standard.StandardCombineInput": "hidden_states",
-    "plugins.hook_registry.HookRegistry.register": "target hook hook_type source",
-}
-SIGNATURES = LEGACY | {
+# Parameters of what moelora is called by, from sglang/srt of SGLang, where the tables of
+# `interface` have them not: the tests call the stand-ins by these.
+SIGNATURES = {
     "lora.moe.runner.MoeLoraRunner.from_layer": (
         "base_layer workspace is_shared_outer physical_rank"
     ),
-    "lora.moe.runner.MoeLoraRunner.run": "self dispatch_output batch",
     "lora.layers.FusedMoEWithLoRA.__init__": (
         "self base_layer lora_backend experts_shared_outer_loras max_lora_rank"
     ),
@@ -57,18 +51,17 @@ SIGNATURES = LEGACY | {
 BACKENDS = pytest.mark.parametrize("backend", ["triton_v2", "csgmv"])
 
 
-def test_signatures(sglang):
-    """Those of the stand-ins, by which the other tests call, and of moelora's runner."""
-    ours = {
-        "lora.moe.runner.MoeLoraRunner.from_layer": moelora_sglang.MoeLoraRunner.from_layer,
-        "lora.moe.runner.MoeLoraRunner.run": moelora_sglang.MoeLoraRunner.run,
-        "lora.layers.FusedMoEWithLoRA.__init__": sglang_stand_in.make_layer().__init__,
-        "layers.moe.moe_runner.runner.MoeRunner.run": moelora_sglang.LegacyRunner.run,
-        "layers.moe.token_dispatcher.standard.StandardCombineInput": StandardCombineInput,
-        "plugins.hook_registry.HookRegistry.register": HookRegistry.register,
-    }
-    found = {name: " ".join(inspect.signature(f).parameters) for name, f in ours.items()}
-    assert found == SIGNATURES
+def test_signatures():
+    """Those of the stand-ins, and of moelora's runners, which come in the place of SGLang's."""
+
+    def parameters(function):
+        return " ".join(inspect.signature(function).parameters)
+
+    (legacy,), (ours,) = (p.replaced.values() for p in (interface.LEGACY, interface.TRITON_V2))
+    assert legacy["MoeRunner.run"] == parameters(moelora_sglang.LegacyRunner.run)
+    assert ours["MoeLoraRunner.run"] == parameters(moelora_sglang.MoeLoraRunner.run)
+    makers = moelora_sglang.MoeLoraRunner.from_layer, sglang_stand_in.FusedMoEWithLoRA.__init__
+    assert [*map(parameters, makers)] == [*SIGNATURES.values()]
 
 
 def test_legacy_layers_of_other_runners_are_left_alone(sglang, caplog):
@@ -211,26 +204,46 @@ def test_a_batch_without_adapters(graph, backend, sglang, monkeypatch):
     assert torch.equal(out, without) is not graph
 
 
-A = "down_lora_a_weights"
+def refuses(*args, **named):
+    raise NotImplementedError("no kernel for it")
+
+
+def refuse(patch, batch):
+    patch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
+    return batch
+
+
+def of_four_experts(patch, info):
+    factors = info.down_lora_a_weights.repeat(1, 2, 1, 1)
+    return replace(info, down_lora_a_weights=factors)
+
+
+def of_tokens(chosen):
+    """Changes a batch to one that has these of its tokens' adapter slots."""
+    return lambda patch, info: replace(info, token_lora_mapping=chosen(info.token_lora_mapping))
 
 
 @pytest.mark.parametrize(
-    ("reason", "change"),
+    ("backend", "change", "reason"),
     [
-        ("it has no adapter slots of tokens", lambda info: {"token_lora_mapping": None}),
-        ("those of other tokens", lambda info: {"token_lora_mapping": info.token_lora_mapping[:3]}),
-        ("of experts on other GPUs", lambda info: {A: getattr(info, A).repeat(1, 2, 1, 1)}),
+        ("csgmv", of_tokens(lambda slots: None), "it has no adapter slots of tokens"),
+        ("csgmv", of_tokens(lambda slots: slots[:3]), "those of other tokens"),
+        ("csgmv", of_four_experts, "of experts on other GPUs"),
+        ("csgmv", refuse, "no kernel for it; SGLang's own path runs"),
+        ("triton_v2", refuse, "no kernel for it; SGLang's own path runs"),
     ],
 )
-def test_other_legacy_batches_run_sglangs_own_path(reason, change, sglang, warned):
+def test_other_batches_run_sglangs_own_path(backend, change, reason, sglang, monkeypatch, warned):
     p = Spec(scalings=False).build()
-    layer = sglang.layer(make_base_layer(p), name="triton")
-    info = make_info(make_batch(p))
-    other = replace(info, **change(info))
-    for _ in range(2):
-        assert run_layer(layer, p, other) == OWN
-    assert [reason in message for message in warned.messages] == [True]
-    assert run_layer(layer, p, info) != OWN
+    layer = sglang.layer(make_base_layer(p), name=backend, lora_ranks=p.lora_ranks)
+    batch = make_batch(p) if backend == "triton_v2" else make_info(make_batch(p), p.lora_ranks)
+    with monkeypatch.context() as patch:
+        other = change(patch, batch)
+        for _ in range(2):
+            assert run_layer(layer, p, other) == OWN
+    (line,) = warned.messages
+    assert line.startswith("moelora: a batch is not supported: ") and reason in line
+    assert run_layer(layer, p, batch) != OWN
 
 
 @BACKENDS
@@ -386,35 +399,16 @@ def test_layers_that_no_runner_is_made_for(backend, change, why, sglang, monkeyp
     assert line.endswith("; SGLang's own path runs")
 
 
-@BACKENDS
-def test_a_batch_that_the_operator_refuses(backend, sglang, monkeypatch, warned):
-    p = Spec(scalings=False).build()
-    layer = sglang.layer(make_base_layer(p), name=backend)
-
-    def refuses(*args, **named):
-        raise NotImplementedError("no kernel for it")
-
-    monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
-    for _ in range(2):
-        assert run_layer(layer, p, lora_ranks=p.lora_ranks) == OWN
-    (line,) = warned.messages
-    assert line == "moelora: a batch is not supported: no kernel for it; SGLang's own path runs"
-
-
 def test_layers_that_sglang_refuses_itself(sglang, monkeypatch, caplog):
     """Its runner of adapters needs compute capability 9.0; what moelora refuses then raises."""
     p = Spec(scalings=False).build()
-
-    def refuses(*args, **kwargs):
-        raise NotImplementedError("SM90 and SM100 only")
-
     with caplog.at_level(logging.INFO, "sglang.moelora"):
         for _ in range(2):
             runner = moelora_sglang.from_layer(refuses, object, make_base_layer(p))
-    line = "SGLang has no runner of its own for a MoE layer: NotImplementedError: SM90 and SM100"
+    line = "SGLang has no runner of its own for a MoE layer: NotImplementedError: no kernel for it"
     assert [line in message for message in caplog.messages].count(True) == 1
     got = runner.run(dispatched(p), make_batch(p)).hidden_states
     assert torch.equal(got, moelora.fused_experts_lora(**p.kwargs()))
     monkeypatch.setattr("moelora.integrations.sglang.layer.fused_experts_lora", refuses)
-    with pytest.raises(NotImplementedError, match="SM90 and SM100 only"):
+    with pytest.raises(NotImplementedError, match="no kernel for it"):
         runner.run(dispatched(p), make_batch(p))

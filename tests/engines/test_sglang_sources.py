@@ -17,7 +17,7 @@ from typing import Union
 import pytest
 from cases import Spec
 from sglang_stand_in import OWN, make_base_layer, runner_of
-from test_sglang import LEGACY, SIGNATURES
+from test_sglang import SIGNATURES
 from vllm_sources import Sources
 
 from benchmarks.serving.sglang_adapters import HOOKED
@@ -74,17 +74,15 @@ def test_names_are_read_as_sglang_reads_them(triton_v2):
 
 
 @pytest.mark.parametrize("path", SIGNATURES)
-def test_parameters(release, path):
-    """By name, in order; of a tuple its fields."""
-    if path not in LEGACY:
-        only_where_there_is_triton_v2(release)
+def test_parameters(triton_v2, path):
+    """By name, in order."""
     module, name = re.fullmatch(r"([a-z_.]+)\.([A-Z].*)", path).groups()
-    found = Sources(release).parameters(f"sglang.srt.{module}", name)
-    bound = name.split(".")[-1] in ("from_layer", "register")  # to the class
+    found = Sources(triton_v2).parameters(f"sglang.srt.{module}", name)
+    bound = name.endswith("from_layer")  # to the class
     assert list(found)[bound:] == SIGNATURES[path].split()
 
 
-@pytest.mark.parametrize("part", ["LEGACY", "TRITON_V2"])
+@pytest.mark.parametrize("part", ["HOOKS", "LEGACY", "TRITON_V2"])
 def test_interface(release, part):
     """What a layer is checked for before moelora runs it."""
     if part == "TRITON_V2":

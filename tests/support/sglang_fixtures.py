@@ -1,11 +1,13 @@
 """Fixtures of the tests of the SGLang drop-in: the engine's stand-ins, and what its log says."""
 
+import inspect
 import logging
 import sys
 
 import pytest
-from sglang_stand_in import HookRegistry, HookType, SGLang, contents
-from stand_in import modules
+import sglang_stand_in
+from sglang_stand_in import FusedMoEWithLoRA, HookRegistry, HookType, MoeLoraRunner
+from stand_in import chosen, modules
 
 import moelora.integrations.sglang as moelora_sglang
 
@@ -20,7 +22,10 @@ def hook_registry(monkeypatch):
 @pytest.fixture
 def sglang(monkeypatch, hook_registry):
     """Stand-ins for SGLang's modules, with the plugin registered and its hooks applied."""
-    found = contents(hook_registry)
+    for hooked, name in ((FusedMoEWithLoRA, "__init__"), (MoeLoraRunner, "from_layer")):
+        monkeypatch.setattr(hooked, name, inspect.getattr_static(hooked, name))  # put back
+    found = chosen(sglang_stand_in.PLACES, vars(sglang_stand_in))
+    found["plugins.hook_registry"] = hook_registry
     made = modules({f"sglang.srt.{place}": names for place, names in found.items()})
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -30,7 +35,7 @@ def sglang(monkeypatch, hook_registry):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     moelora_sglang.register()
     hook_registry["HookRegistry"].apply_hooks()
-    return SGLang(**{name: value for c in found.values() for name, value in c.items()})
+    return sglang_stand_in
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import namedtuple
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,20 +22,11 @@ class StandardDispatcher:
     skip_local_expert_mapping = False
 
 
-class StandardCombineInput(NamedTuple):
-    hidden_states: torch.Tensor
-
-
-class StandardDispatchOutput(NamedTuple):
-    hidden_states: torch.Tensor
-    hidden_states_scale: torch.Tensor | None
-    topk_output: Any
-
-
-class StandardTopKOutput(NamedTuple):
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    router_logits: torch.Tensor
+StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
+StandardDispatchOutput = namedtuple(
+    "StandardDispatchOutput", "hidden_states hidden_states_scale topk_output"
+)
+StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
 
 
 class BaseLoRABackend:
@@ -120,55 +112,62 @@ class HookRegistry:
         return {HookType.AROUND: around, HookType.AFTER: after}[hook_type]
 
 
-def make_runner():
-    class MoeLoraRunner:
-        @classmethod
-        def from_layer(cls, base_layer, *, workspace=None, is_shared_outer, physical_rank):
-            return cls()
+class MoeLoraRunner:
+    @classmethod
+    def from_layer(cls, base_layer, *, workspace=None, is_shared_outer, physical_rank):
+        return cls()
 
-        def run(self, dispatch_output, batch):
-            return OWN
-
-    return MoeLoraRunner
+    def run(self, dispatch_output, batch):
+        return OWN
 
 
-def make_layer():
-    class FusedMoEWithLoRA:
-        def __init__(
-            self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None
-        ):
-            from sglang.srt.lora.moe.runner import MoeLoraRunner
-
-            self.base_layer, self.lora_backend = base_layer, lora_backend
-            if lora_backend.name != "triton_v2":
-                self._lora_runner = MoeRunner(MoeRunnerBackend(lora_backend.runner))
-                return
-            self._moe_lora_runner = MoeLoraRunner.from_layer(
-                base_layer,
-                workspace=object(),
-                is_shared_outer=experts_shared_outer_loras,
-                physical_rank=max_lora_rank,
-            )
-            self._base_run_moe_core = OWN
-
-    return FusedMoEWithLoRA
-
-
-class SGLang(SimpleNamespace):
-    """The stand-ins by name."""
-
-    def layer(self, base_layer, max_lora_rank=16, shared=False, **backend):
-        """What SGLang makes of a layer with adapters, under a LoRA backend."""
-        return self.FusedMoEWithLoRA(
+class FusedMoEWithLoRA:
+    def __init__(
+        self, base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None
+    ):
+        self.base_layer, self.lora_backend = base_layer, lora_backend
+        if lora_backend.name != "triton_v2":
+            self._lora_runner = MoeRunner(MoeRunnerBackend(lora_backend.runner))
+            return
+        self._moe_lora_runner = MoeLoraRunner.from_layer(
             base_layer,
-            make_lora_backend(**backend),
-            experts_shared_outer_loras=shared,
-            max_lora_rank=max_lora_rank,
+            workspace=object(),
+            is_shared_outer=experts_shared_outer_loras,
+            physical_rank=max_lora_rank,
         )
+        self._base_run_moe_core = OWN
 
-    def stays(self, layer) -> bool:
-        """Whether SGLang's own runner runs a layer."""
-        return type(runner_of(layer)) in (MoeRunner, self.MoeLoraRunner)
+
+def capturing_lora_graph():
+    return False
+
+
+PLACES = {  # of sglang.srt
+    "layers.moe.token_dispatcher.standard": "StandardCombineInput StandardDispatchOutput",
+    "layers.moe.topk": "StandardTopKOutput",
+    "layers.moe.moe_runner.runner": "MoeRunner",
+    "lora.backend.base_backend": "BaseLoRABackend",
+    "lora.lora_moe_runners": "LoRAInfo",
+    "lora.utils": "capturing_lora_graph",
+    "lora.layers": "FusedMoEWithLoRA",
+    "lora.moe.runner": "MoeLoraRunner MoeLoraBatch",
+    "runtime_context": "LoRABatchLayout",
+}
+
+
+def layer(base_layer, max_lora_rank=16, shared=False, **backend):
+    """What SGLang makes of a layer with adapters, under a LoRA backend."""
+    return FusedMoEWithLoRA(
+        base_layer,
+        make_lora_backend(**backend),
+        experts_shared_outer_loras=shared,
+        max_lora_rank=max_lora_rank,
+    )
+
+
+def stays(layer) -> bool:
+    """Whether SGLang's own runner runs a layer."""
+    return type(runner_of(layer)) in (MoeRunner, MoeLoraRunner)
 
 
 def runner_of(layer):
@@ -182,25 +181,6 @@ def run_layer(layer, p, batch=None, lora_ranks=None):
         return layer._moe_lora_runner.run(dispatched(p), batch)
     info = make_info(batch, lora_ranks) if isinstance(batch, MoeLoraBatch) else batch
     return layer._lora_runner.run(dispatched(p), None, lora_info=info)
-
-
-def contents(hook_registry) -> dict[str, dict[str, object]]:
-    """What is in which module of `sglang.srt`; the classes that hooks change are made anew."""
-    return {
-        "layers.moe.token_dispatcher.standard": {
-            "StandardCombineInput": StandardCombineInput,
-            "StandardDispatchOutput": StandardDispatchOutput,
-        },
-        "layers.moe.topk": {"StandardTopKOutput": StandardTopKOutput},
-        "layers.moe.moe_runner.runner": {"MoeRunner": MoeRunner},
-        "lora.backend.base_backend": {"BaseLoRABackend": BaseLoRABackend},
-        "lora.lora_moe_runners": {"LoRAInfo": LoRAInfo},
-        "lora.utils": {"capturing_lora_graph": lambda: False},
-        "lora.layers": {"FusedMoEWithLoRA": make_layer()},
-        "lora.moe.runner": {"MoeLoraRunner": make_runner(), "MoeLoraBatch": MoeLoraBatch},
-        "runtime_context": {"LoRABatchLayout": LoRABatchLayout},
-        "plugins.hook_registry": hook_registry,
-    }
 
 
 def make_batch(p, zeros=True) -> MoeLoraBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import tomllib
 
+import moelora
 from moelora.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,11 @@ def modules(contents: Mapping[str, Mapping[str, object]]) -> dict[str, ModuleTyp
                     setattr(made[name.rpartition(".")[0]], parts[count - 1], module)
         vars(made[place]).update(names)
     return made
+
+
+def chosen(places: Mapping[str, str], namespace: Mapping[str, object]) -> dict[str, dict]:
+    """What `modules` takes: in each place these names of a namespace."""
+    return {place: {n: namespace[n] for n in names.split()} for place, names in places.items()}
 
 
 def takes(parameters: str, **defaults) -> Callable:
@@ -62,6 +69,13 @@ def entry_point(group: str, name: str = "moelora") -> importlib.metadata.EntryPo
     """The entry point that pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return importlib.metadata.EntryPoint(name, project["entry-points"][group][name], group)
+
+
+def sample_in_docs(number: int) -> list[str]:
+    """What docs/serving.md shows that `moelora doctor` prints, of the version that is tested."""
+    text = (ROOT / "docs/serving.md").read_text().split("$ moelora doctor\n")[number]
+    sample = re.sub(r"^moelora [\d.]+,", f"moelora {moelora.__version__},", text)
+    return sample.split("```", 1)[0].splitlines()
 
 
 def doctor_on(monkeypatch, capsys, group: str, torch_version: str, **versions: str):
