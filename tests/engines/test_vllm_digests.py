@@ -39,7 +39,7 @@ def llm(served):
 def server(llm):
     """Its address, over HTTP."""
     route = load(f"{HERE}.digests").DigestsRoute()
-    engine = SimpleNamespace(collective_rpc=rpc(llm))
+    engine = llm.llm_engine.awaited()
     models = SimpleNamespace(lora_requests={"law": llm.request})
     asyncio.run(route.init_state(engine, SimpleNamespace(openai_serving_models=models), None))
 
@@ -64,13 +64,6 @@ def server(llm):
     yield f"http://127.0.0.1:{running.server_port}"
     running.shutdown()
     running.server_close()
-
-
-def rpc(llm):
-    async def collective_rpc(method):
-        return json.loads(json.dumps(llm.llm_engine.collective_rpc(method)))
-
-    return collective_rpc
 
 
 def asked(server, tmp_path, seed=1, change=None, name="law", **options):

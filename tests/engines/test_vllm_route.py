@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -24,14 +25,7 @@ class Server:
     """`vllm serve` as far as an endpoint plugin meets it."""
 
     def __init__(self, client, **args):
-        llm = LLM(workers=2)
-        self.engine, calls = llm.llm_engine, llm.llm_engine.collective_rpc
-
-        async def collective_rpc(method, timeout=None, args=(), kwargs=None):
-            await asyncio.sleep(0)
-            return calls(method, timeout, args, kwargs)
-
-        self.engine.collective_rpc = collective_rpc
+        self.engine = LLM(workers=2).llm_engine.awaited()
         self.loras = {}
         models = SimpleNamespace(lora_requests=self.loras, is_base_model=lambda n: n == "base")
         self.state = SimpleNamespace(openai_serving_models=models)
@@ -113,22 +107,12 @@ def test_versions_are_models_of_the_server(server):
     assert versions(server.engine) == ["code@1", "law@2", "law@3", "law@4"]  # "b" runs on law@2
 
 
-LOCAL = {"a path", "a path in a pair", "nothing", *(b for b in BAD if callable(BAD[b][0]))}
-
-
-@pytest.mark.parametrize("bad", [b for b in BAD if b not in LOCAL])
+@pytest.mark.parametrize("bad", ["nan", "rank", "an expert less", "unknown"])
 def test_what_a_worker_refuses_leaves_all_as_it_was(server, bad):
     server.post(packed({"law": given(1)}))
     value, why = BAD[bad]
-    try:
-        body = packed({"code": given(2), "law": value})
-    except ValueError as refusal:  # without a server
-        assert pytest.raises(ValueError, match=why).matches(refusal)
-        return
-    status, said = server.post(body)
-    assert status == 400
-    with pytest.raises(ValueError, match=why):
-        raise ValueError(said["error"]["message"])
+    status, said = server.post(packed({"code": given(2), "law": value}))
+    assert status == 400 and re.search(why, said["error"]["message"])
     assert sorted(server.loras) == ["law", "law@1"] and versions(server.engine) == ["law@1"]
     server.engine.add_request("a", server.loras["law"])
     serves(server.engine.step()["a"], 1)

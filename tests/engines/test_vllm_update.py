@@ -329,21 +329,29 @@ def test_one_rank_that_refuses_keeps_all():
     serves(engine.step()["a"], 1)
 
 
+@contextlib.contextmanager
+def failing_after(engine, method, error):
+    """Updates run a method on all workers, and then raise."""
+    calls = engine.collective_rpc
+
+    def collective_rpc(name, timeout=None, args=(), kwargs=None):
+        found = calls(name, timeout, args, kwargs)
+        if name == method:
+            raise error
+        return found
+
+    engine.collective_rpc = collective_rpc
+    with pytest.raises(type(error)):
+        yield
+    engine.collective_rpc = calls
+
+
 @pytest.mark.parametrize("after", ["moelora_stage", "moelora_switch"])
-def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after, monkeypatch):
+def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after):
     """Between stage and switch: the old one; after the switch only slots are filled."""
     engine = llm.llm_engine
     old = update.update_adapters(llm, {"law": given(1)})["law"]
-    calls = engine.collective_rpc
-
-    def crash(method, timeout=None, args=(), kwargs=None):
-        found = calls(method, timeout, args, kwargs)
-        if method == after:
-            raise KeyboardInterrupt
-        return found
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "collective_rpc", crash)
+    with failing_after(engine, after, KeyboardInterrupt()):
         update.update_adapters(llm, {"law": given(2)})
     engine.add_request("a", old)
     serves(engine.step()["a"], 1)
@@ -353,21 +361,11 @@ def test_a_crash_leaves_the_old_policy_or_the_new_one(llm, after, monkeypatch):
     assert versions(engine) == ["law@1", "law@3"]
 
 
-def test_what_a_lost_reply_leaves_staged_is_dropped(llm, monkeypatch):
-    engine = llm.llm_engine
-    calls = engine.collective_rpc
+def test_what_a_lost_reply_leaves_staged_is_dropped(llm):
     update.update_adapters(llm, {"law": given(1)})
-
-    def lose(method, timeout=None, args=(), kwargs=None):
-        found = calls(method, timeout, args, kwargs)
-        if method == "moelora_stage":
-            raise TimeoutError("no reply")
-        return found
-
-    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="no reply"):
-        patch.setattr(engine, "collective_rpc", lose)
+    with failing_after(llm.llm_engine, "moelora_stage", TimeoutError("no reply")):
         update.update_adapters(llm, {"law": given(2)})
-    assert versions(engine) == ["law@1"]
+    assert versions(llm.llm_engine) == ["law@1"]
 
 
 NAMED = {"law": 1, "code": 2}
@@ -375,14 +373,7 @@ NAMED = {"law": 1, "code": 2}
 
 def test_an_async_engine(llm):
     """Also of updates at the same time."""
-    engine = llm.llm_engine
-    calls = engine.collective_rpc
-
-    async def collective_rpc(method, timeout=None, args=(), kwargs=None):
-        await asyncio.sleep(0)
-        return calls(method, timeout, args, kwargs)
-
-    engine.collective_rpc = collective_rpc
+    engine = llm.llm_engine.awaited()
     with pytest.raises(RuntimeError, match="await update_adapters_async"):
         update.update_adapters(llm, {"law": given(1)})
 

@@ -12,7 +12,7 @@ from math import prod
 from types import SimpleNamespace
 
 import torch
-from stand_in import takes
+from stand_in import chosen, takes
 
 OWN = 77.0  # what vLLM's own path writes
 
@@ -255,10 +255,9 @@ class FusedMoEWithLoRA(torch.nn.Module):
         self.w2_lora_b_stacked = stacks(1, 1 if shared else e, k, r)
 
     def reset_lora(self, index):
-        for stack in (*self.w13_lora_a_stacked, *self.w13_lora_b_stacked):
+        w13 = *self.w13_lora_a_stacked, *self.w13_lora_b_stacked
+        for stack in (*w13, *self.w2_lora_a_stacked, *self.w2_lora_b_stacked):
             stack[index] = 0
-        self.w2_lora_a_stacked[0][index] = 0
-        self.w2_lora_b_stacked[0][index] = 0
         self.adapter_enabled[index] = 0
 
     def set_lora(self, index, lora_a, lora_b):
@@ -280,15 +279,10 @@ class FusedMoEWithLoRA(torch.nn.Module):
             stack[index, :, : factor.shape[1], : factor.shape[2]].copy_(factor)
 
     def _build_lora_context(self):
-        return MoELoRAContext(
-            w13_lora_a_stacked=self.w13_lora_a_stacked,
-            w13_lora_b_stacked=self.w13_lora_b_stacked,
-            w2_lora_a_stacked=self.w2_lora_a_stacked,
-            w2_lora_b_stacked=self.w2_lora_b_stacked,
-            adapter_enabled=self.adapter_enabled,
-            fully_sharded=self.fully_sharded,
-            punica_wrapper=self.punica_wrapper,
-        )
+        w13 = self.w13_lora_a_stacked, self.w13_lora_b_stacked
+        w2 = self.w2_lora_a_stacked, self.w2_lora_b_stacked
+        others = self.adapter_enabled, self.fully_sharded, self.punica_wrapper
+        return MoELoRAContext(*w13, *w2, *others)
 
     def set_mapping(self, punica_wrapper):
         self.punica_wrapper = punica_wrapper
@@ -475,7 +469,7 @@ def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200")
 
 def contents(version: str) -> dict[str, dict[str, object]]:
     """What is in which module of a release."""
-    from vllm_stand_in_lora import places as lora
+    import vllm_stand_in_lora
     from vllm_stand_in_methods import places
 
     others = {
@@ -484,5 +478,5 @@ def contents(version: str) -> dict[str, dict[str, object]]:
         "vllm.model_executor.utils": {},
         "vllm.platforms": {"current_platform": platform()},
     }
-    layers = {place: {n: globals()[n] for n in of.split()} for place, of in PLACES.items()}
-    return layers | places(version) | lora() | others
+    adapters = chosen(vllm_stand_in_lora.PLACES, vars(vllm_stand_in_lora))
+    return chosen(PLACES, globals()) | adapters | places(version) | others

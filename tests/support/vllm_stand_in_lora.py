@@ -6,6 +6,8 @@ linear layer stand for a model.
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -413,7 +415,19 @@ class LLMEngine:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         if len(self.workers) > 1:
             check_plain(args)
-        return [getattr(worker, method)(*args) for worker in self.workers]
+        replies = [getattr(worker, method)(*args) for worker in self.workers]
+        return json.loads(json.dumps(replies)) if len(self.workers) > 1 else replies
+
+    def awaited(self):
+        """The engine, whose calls of workers are awaited from now on."""
+        calls = self.collective_rpc
+
+        async def collective_rpc(*args, **kwargs):
+            await asyncio.sleep(0)
+            return calls(*args, **kwargs)
+
+        self.collective_rpc = collective_rpc
+        return self
 
     def apply_model(self, func):
         return [func(worker.model) for worker in self.workers]
@@ -449,20 +463,16 @@ def check_plain(value):
 
 
 PLACES = {
-    "vllm.lora.lora_model": ["LoRAModel"],
-    "vllm.lora.model_manager": ["LoRAModelManager"],
-    "vllm.lora.request": ["LoRARequest"],
-    "vllm.lora.worker_manager": ["LRUCacheWorkerLoRAManager", "WorkerLoRAManager"],
-    "vllm.utils.cache": ["LRUCache"],
-    "vllm.utils.torch_utils": ["current_stream"],
-    "vllm.v1.core.sched.scheduler": ["Scheduler"],
-    "vllm.v1.engine.core": ["EngineCore"],
-    "vllm.v1.engine.input_processor": ["InputProcessor"],
-    "vllm.v1.engine.llm_engine": ["LLMEngine"],
-    "vllm.v1.executor.abstract": ["Executor"],
-    "vllm.v1.worker.gpu_worker": ["Worker"],
+    "vllm.lora.lora_model": "LoRAModel",
+    "vllm.lora.model_manager": "LoRAModelManager",
+    "vllm.lora.request": "LoRARequest",
+    "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager WorkerLoRAManager",
+    "vllm.utils.cache": "LRUCache",
+    "vllm.utils.torch_utils": "current_stream",
+    "vllm.v1.core.sched.scheduler": "Scheduler",
+    "vllm.v1.engine.core": "EngineCore",
+    "vllm.v1.engine.input_processor": "InputProcessor",
+    "vllm.v1.engine.llm_engine": "LLMEngine",
+    "vllm.v1.executor.abstract": "Executor",
+    "vllm.v1.worker.gpu_worker": "Worker",
 }
-
-
-def places():
-    return {place: {name: globals()[name] for name in names} for place, names in PLACES.items()}
