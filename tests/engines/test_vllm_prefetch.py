@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import needs_gpu
-from test_vllm_update import adapter, given
+from test_vllm_update import adapter, given, serves
 from vllm_layer import HERE, load
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, EngineCore, Executor, Scheduler
 
@@ -72,12 +72,16 @@ class TwoStreams:
 
 
 class Engine:
-    """A loop of an engine, its workers, and what their batches have read from slots."""
+    """A loop of an engine, its workers, and what their batches have read from slots.
+
+    Adapters have names of one letter, and the seed of each is its place among `names`.
+    """
 
     def __init__(self, update, names, workers=1, late=False, slots=3, **more):
+        self.seeds = seeds = {name: n for n, name in enumerate(names, 1)}
         self.llm = LLM(workers, max_loras=slots, max_cpu_loras=len(names), **more)
         self.workers = self.llm.llm_engine.workers
-        self.requests = update.update_adapters(self.llm, {n: given(s) for n, s in names.items()})
+        self.requests = update.update_adapters(self.llm, {n: given(s) for n, s in seeds.items()})
         self.scheduler = Scheduler(self.llm.llm_engine.lora_config)
         self.core = EngineCore(self.scheduler, Executor(self.workers, late))
         self.read = []  # (adapter, products)
@@ -94,8 +98,23 @@ class Engine:
     def finish(self, request):
         self.scheduler.running.remove(request)
 
-    def inner(self, rank=0):
-        return self.workers[rank].model_runner.lora_manager._adapter_manager
+    def serve(self, *names):
+        """A request of each adapter, one after the other."""
+        for name in names:
+            request = self.add(name)
+            self.step()
+            self.streams.advance("compute", "copies", "compute")
+            self.finish(request)
+
+    def check(self):
+        """What batches have read is what their adapters hold; forgets it."""
+        assert self.read
+        for name, products in self.read:
+            serves([{key: t.cpu() for key, t in products.items()}], self.seeds[name])
+        self.read.clear()
+
+    def inner(self):
+        return self.workers[0].model_runner.lora_manager._adapter_manager
 
     def here(self):
         """Names of the adapters in the slots of the first worker."""
@@ -123,6 +142,7 @@ def streams(hooks, monkeypatch):
 def make(hooks, streams):
     def make(names, **options):
         engine = Engine(load(f"{HERE}.update"), names, **options)
+        engine.streams = streams
         streams.advance("compute", "copies")  # those that were brought to free slots
         for worker in engine.workers:
 
@@ -136,23 +156,15 @@ def make(hooks, streams):
     return make
 
 
-def check(engine, names):
-    assert engine.read
-    for name, products in engine.read:
-        for key, wanted in adapter(names[name])[1].items():
-            torch.testing.assert_close(products[key], wanted, msg=lambda why, k=key: f"{k}: {why}")
-    engine.read.clear()
-
-
 @pytest.mark.parametrize("workers", [1, 2], ids=["in process", "two late ranks"])
 @pytest.mark.parametrize("order", ["copies first", "compute first", "random"])
 def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(make, streams, workers, order):
-    names = {chr(ord("a") + n): n + 1 for n in range(8)}
+    names = "abcdefgh"
     engine = make(names, workers=workers, late=workers > 1)
     draws, runs = random.Random(5), set()
     for step in range(250):
         for _ in range(draws.choice([0, 1, 1, 2]) if step < 60 else 0):
-            request = engine.add(draws.choice(list(names)))
+            request = engine.add(draws.choice(names))
             request.left = draws.randint(1, 4)
             runs.add(request.name)
         engine.step()
@@ -168,14 +180,13 @@ def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(make, streams
     while any(streams.queues.values()):
         streams.advance("copies", "compute")
     assert not engine.scheduler.waiting and runs == set(names)
-    check(engine, names)
+    engine.check()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_running_requests_do_not_wait(make, streams, late):
     """A request is passed over until its adapter is there; alone it runs, and its batch waits."""
-    names = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-    engine = make(names, late=late)
+    engine = make("abcde", late=late)
     engine.add("a")
     engine.step(), engine.step()
     engine.add("e"), engine.add("a")
@@ -191,19 +202,18 @@ def test_running_requests_do_not_wait(make, streams, late):
     for request in list(engine.scheduler.running):
         engine.finish(request)
     streams.advance("compute")
-    check(engine, names)
+    engine.check()
     engine.add("d")
     assert engine.step() == ["d"] and streams.waits == 1
     streams.advance("compute")
     assert not engine.read
     streams.advance("copies", "compute")
-    check(engine, names)
+    engine.check()
 
 
 def test_slots_of_running_requests_stay(make, streams):
     """Also if more adapters wait than slots are left: they come in their order."""
-    names = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-    engine = make(names, slots=2)
+    engine = make("abcde", slots=2)
     running = engine.add("a")
     engine.step()
     engine.add("d"), engine.add("e"), engine.add("b")
@@ -217,36 +227,26 @@ def test_slots_of_running_requests_stay(make, streams):
     streams.advance("compute", "copies")
     assert engine.step() == ["d", "e"]
     streams.advance("compute", "copies")
-    check(engine, names)
+    engine.check()
 
 
-def test_an_update_is_what_comes_back(make, streams):
-    names = {"a": 1, "b": 2, "c": 3, "d": 4}
-    engine = make(names, slots=1)
+def test_an_update_is_what_comes_back(make):
+    engine = make("abcd", slots=1)
     update = load(f"{HERE}.update")
     for seed, name in ((11, "a"), (12, "b"), (13, "a")):
         engine.requests |= update.update_adapters(engine.llm, {name: given(seed)})
-        names[name] = seed
-    for name in ("a", "b", "c", "a", "d", "b"):
-        request = engine.add(name)
-        engine.step()
-        streams.advance("compute", "copies", "compute")
-        engine.finish(request)
-    check(engine, names)
+        engine.seeds[name] = seed
+    engine.serve(*"abcadb")
+    engine.check()
 
 
-def test_an_adapter_without_some_modules_clears_them(make, streams):
-    names = {"a": 1, "b": 2}
-    engine = make(names, slots=1)
+def test_an_adapter_without_some_modules_clears_them(make):
+    engine = make("ab", slots=1)
     config, tensors = given(7)
     part = {key: tensor for key, tensor in tensors.items() if LAYERS[0] in key}
     update = load(f"{HERE}.update")
     engine.requests |= update.update_adapters(engine.llm, {"part": (config, part)})
-    for name in ("a", "part"):
-        request = engine.add(name)
-        engine.step()
-        streams.advance("compute", "copies", "compute")
-        engine.finish(request)
+    engine.serve("a", "part")
     (_, whole), (_, products) = engine.read
     for key, wanted in adapter(7)[1].items():
         assert whole[key].any()
@@ -258,8 +258,7 @@ def test_an_adapter_without_some_modules_clears_them(make, streams):
 
 
 def test_a_copy_that_fails_leaves_no_adapter_and_comes_again(make, streams, hooks, monkeypatch):
-    names = {"a": 1, "b": 2, "c": 3}
-    engine = make(names, slots=2)
+    engine = make("abc", slots=2)
     run = streams.run
 
     def fail(device, copy, after=None):
@@ -277,12 +276,11 @@ def test_a_copy_that_fails_leaves_no_adapter_and_comes_again(make, streams, hook
     streams.advance("compute", "copies", "compute")
     assert sorted(map(str, engine.here())) == ["a", "c"]
     engine.finish(running)
-    check(engine, names)
+    engine.check()
 
 
 def test_what_is_removed_is_read_again(make, streams):
-    names = {"a": 1, "b": 2}
-    engine = make(names, slots=1)
+    engine = make("ab", slots=1)
     outer = engine.workers[0].model_runner.lora_manager
     for name in ("b", "a", "b"):
         for _ in range(2):
@@ -292,13 +290,12 @@ def test_what_is_removed_is_read_again(make, streams):
             assert engine.here() == [None]
         streams.advance("compute", "copies", "compute", "copies", "compute")
     assert len(engine.read) == 6
-    check(engine, names)
+    engine.check()
 
 
 def test_a_module_that_reads_its_stacks_is_written_by_vllm(make, streams, hooks):
     """As before; what the other modules get still goes to the stream of copies."""
-    names = {"a": 1, "b": 2}
-    engine = make(names, slots=2)
+    engine = make("ab", slots=2)
     module = type(engine.inner().modules[LINEAR])
     set_lora = module.set_lora
 
@@ -318,12 +315,12 @@ def test_a_module_that_reads_its_stacks_is_written_by_vllm(make, streams, hooks)
         streams.advance("compute", "copies", "compute")
     finally:
         module.set_lora = set_lora
-    check(engine, names)
+    engine.check()
 
 
 def test_copies_are_of_factors_alone(make, hooks):
     """Nothing is cleared where factors fill the slot, and each stack is written once."""
-    engine = make({"a": 1}, slots=1)
+    engine = make("a", slots=1)
     model = next(iter(engine.inner()._registered_adapters.values()))
     writes = model._moelora_writes
     targets = [id(stack) for stack, *_ in writes.copies]
@@ -345,8 +342,7 @@ def test_it_is_off_by_default(served):
 
 
 def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):
-    names = {"a": 1, "b": 2}
-    engine = make(names, slots=1)
+    engine = make("ab", slots=1)
 
     def refuse(*args, **named):
         raise AttributeError("no moelora_prefetch")
@@ -361,23 +357,21 @@ def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):
 @pytest.mark.gpu
 @needs_gpu
 def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch):
-    names = {"a": 1, "b": 2, "c": 3}
     do = hooks.Writes.do
 
     def slowly(self, slot):
         torch.cuda._sleep(1_000_000_000)  # half a second, on the stream of copies
         do(self, slot)
 
-    engine = Engine(load(f"{HERE}.update"), names, slots=2, device="cuda")
+    engine = Engine(load(f"{HERE}.update"), "abc", slots=2, device="cuda")
     torch.cuda.synchronize()
     (worker,) = engine.workers
-    found = []
+    found = engine.read
     worker.launch = lambda request, slot: found.append((request.name, worker.products(slot)))
-    engine.read = found
     monkeypatch.setattr(hooks.Writes, "do", slowly)
     state = hooks.activations(engine.inner())
     first, second = engine.add(engine.here()[0]), engine.here()[1]
-    new = next(name for name in names if name not in engine.here())
+    new = next(name for name in "abc" if name not in engine.here())
     engine.step(), torch.cuda.synchronize()
     added = engine.add(new)
     slot = engine.here().index(second)
@@ -389,8 +383,7 @@ def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch)
     assert engine.step() == [new], "nothing else runs: it waits for its copy"
     torch.cuda.synchronize()
     assert len(found) == 5
-    found[:] = [(name, {k: v.cpu() for k, v in products.items()}) for name, products in found]
-    check(engine, names)
+    engine.check()
     # A batch that still reads a slot when another adapter is copied to it.
     monkeypatch.setattr(hooks.Writes, "do", do)
     engine.finish(added)
@@ -399,11 +392,10 @@ def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch)
     found[:] = [(new, worker.products(slot))]
     (again,) = engine.scheduler.running
     engine.finish(again)
-    others = [name for name in names if name != new]
+    others = [name for name in "abc" if name != new]
     for name in others:
         request = engine.add(name)
         engine.step()
         engine.finish(request)
     torch.cuda.synchronize()
-    found[:] = [(name, {k: v.cpu() for k, v in products.items()}) for name, products in found]
-    check(engine, names)
+    engine.check()
