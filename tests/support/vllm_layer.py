@@ -19,6 +19,8 @@ from vllm_stand_in import platform
 from moelora.reference import fused_experts_lora_ref, naive_fused_experts_lora
 
 HERE = "moelora.integrations.vllm"
+NUMBERS = "swiglu_alpha", "swiglu_limit", "swiglu_beta"  # of a layer's activation
+NUMBERS += "activation_situ_beta", "activation_situ_linear_beta"
 
 
 def load(name: str):
@@ -122,19 +124,14 @@ class Layer:
         s = p.spec
         name = {"gelu": "gelu_tanh", "relu2": "relu2_no_mul"}.get(s.activation, s.activation)
         self.activation = vllm.MoEActivation(name)
-        quant = config.pop("quant", None)
-        if quant is None:
-            place = load("vllm.model_executor.layers.fused_moe.config")
-            quant = place.biased_moe_quant_config(p.w13_bias, p.w2_bias)
-        beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
-        alpha, limit = "swiglu_alpha", "swiglu_limit"
-        if s.activation == "situ":
-            alpha, limit = "activation_situ_beta", "activation_situ_linear_beta"
-        numbers = {"swiglu_alpha": None, "swiglu_limit": None, "swiglu_beta": beta}
-        numbers |= {"activation_situ_beta": None, "activation_situ_linear_beta": None}
-        numbers |= {alpha: s.alpha, limit: s.limit}
-        numbers = {name: config.pop(name, number) for name, number in numbers.items()}
         place = load("vllm.model_executor.layers.fused_moe.config")
+        quant = config.pop("quant", place.biased_moe_quant_config(p.w13_bias, p.w2_bias))
+        beta = 1.0 if s.activation == "swigluoai_uninterleave" else None
+        of_swiglu, of_situ = (s.alpha, s.limit), (None, None)
+        if s.activation == "situ":
+            of_swiglu, of_situ = of_situ, of_swiglu
+        numbers = dict(zip(NUMBERS, (*of_swiglu, beta, *of_situ), strict=True))
+        numbers = {name: config.pop(name, number) for name, number in numbers.items()}
         parallel = place.FusedMoEParallelConfig.make_no_parallel()
         parallel.dp_size = config.pop("dp_size", 1)
         self.moe_config = SimpleNamespace(
