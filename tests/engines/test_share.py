@@ -29,7 +29,6 @@ def layer_of(vllm, kind, seed):
     spec = replace(SPEC, **options, seed=seed)
     if not kind.startswith("16 bits"):
         made = quantized_layer(vllm, kind, spec)
-        made.routed.quant_method = made.method
         return made.routed, (made.p.w13, made.p.w2)
     made = Layer(vllm, spec.build())
     routed = Routed(made.moe_config)

@@ -9,7 +9,7 @@ import torch
 from cases import EDGE_CASES, Spec, same_bits
 from conftest import needs_gpu
 from streams import Captured
-from vllm_layer import Layer, base, load, platform
+from vllm_layer import HERE, Layer, base, load, platform
 
 import moelora
 
@@ -89,28 +89,20 @@ def test_other_backends_keep_their_class(served):
     assert "Triton" not in other.__name__
 
 
-def changed_interface(vllm):
-    shapes = lambda self, M, N, K: None  # noqa: E731, N803
-    vllm.monkeypatch.setattr(vllm.TritonExperts, "workspace_shapes", shapes)
-
-
 def half_an_interface(vllm):
     vllm.monkeypatch.delattr(vllm.LoRAKernelMeta, "prepare_tensors")
     vllm.monkeypatch.setattr(vllm.TritonExperts, "apply", None)
 
 
-def failing(vllm):
-    """It fails after hooks of the first parts, which are then undone."""
-    place = load("moelora.integrations.vllm.experts")
-    vllm.monkeypatch.setattr(place, "install", lambda: 1 / 0)
+def patched(place, value):
+    return lambda vllm: vllm.monkeypatch.setattr(place, value)
 
 
 def on(**of_platform):
     return lambda vllm: vllm.set("vllm.platforms", "current_platform", platform(**of_platform))
 
 
-def without_kernels(vllm):
-    vllm.monkeypatch.setattr("moelora._C.WITH_CUDA", 0)
+SHAPES = "vllm.model_executor.layers.fused_moe.experts.triton_moe.TritonExperts.workspace_shapes"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +112,22 @@ def without_kernels(vllm):
             (lambda vllm, v=value: vllm.monkeypatch.setenv("MOELORA_VLLM", v), None)
             for value in ("0", "false", "Off", "no")
         ),
-        (changed_interface, "workspace_shapes has the parameters ['self', 'M', 'N', 'K'], not"),
+        (
+            patched(SHAPES, lambda self, M, N, K: None),
+            "workspace_shapes has the parameters ['self', 'M', 'N', 'K'], not",
+        ),
         (half_an_interface, "prepare_tensors"),
-        (failing, "could not register: ZeroDivisionError: division by zero"),
+        # It fails after hooks of the first parts, which are then undone.
+        (
+            patched(f"{HERE}.experts.install", lambda: 1 / 0),
+            "could not register: ZeroDivisionError: division by zero",
+        ),
         (on(cuda=False), "the platform is not CUDA"),
         (on(capability=75), "there is no GPU of compute capability 8.0 or newer"),
-        (without_kernels, "this build of moelora has no CUDA kernels (it was made without nvcc: "),
+        (
+            patched("moelora._C.WITH_CUDA", 0),
+            "this build of moelora has no CUDA kernels (it was made without nvcc: ",
+        ),
     ],
 )
 def test_vllm_is_left_as_it_was(vllm, lines, monkeypatch, change, said):
@@ -141,6 +143,31 @@ def test_vllm_is_left_as_it_was(vllm, lines, monkeypatch, change, said):
     assert not hasattr(hook, "_moelora")
     assert len(lines) == (said is not None)
     assert all(said in one and one.endswith("; vLLM's own path runs") for one in lines)
+
+
+CHANGED = [  # a function, another of its part, what the log says
+    (
+        "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU",
+        *("add_lora_w2", "add_lora_w13"),
+        "vLLM's own kernels add the adapters of its layers",
+    ),
+    (
+        "vllm.model_executor.layers.quantization.auto_gptq.AutoGPTQMoEMethod",
+        *("process_weights_after_loading", "__init__"),
+        "vLLM's own path runs for layers of AutoGPTQMoEMethod",
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "other", "said"), CHANGED)
+def test_a_part_that_changed_is_left_alone(vllm, lines, place, name, other, said):
+    patched(f"{place}.{name}", lambda self, x, more: None)(vllm)
+    vllm.register()
+    module, _, owner = place.rpartition(".")
+    assert not hasattr(getattr(getattr(load(module), owner), other), "_moelora")
+    (line,) = lines
+    assert "has the parameters ['self', 'x', 'more'], not ['self', " in line and said in line
+    assert vllm.FusedMoEWithLoRA.set_lora._moelora, "the other parts are there"
 
 
 # ---- results ----

@@ -5,7 +5,6 @@ import torch
 from cases import Spec, same_bits
 from test_vllm import SPECS
 from vllm_hooks import LISTS, Deltas
-from vllm_layer import load
 
 pytest_plugins = ["vllm_fixtures"]
 
@@ -124,16 +123,3 @@ def test_a_wrapper_of_another_release_stays_with_vllm(vllm, own, lines):
     assert [call.name for call in own.calls] == ["add_lora_w13"]
     (line,) = lines
     assert "token_mapping_meta" in line and line.endswith("vLLM's own kernels add the adapters")
-
-
-def test_changed_hooks_are_left_alone(vllm, lines):
-    def add_lora_w2(self, y, x):
-        pass
-
-    vllm.monkeypatch.setattr(vllm.PunicaWrapperGPU, "add_lora_w2", add_lora_w2)
-    vllm.register()
-    assert not hasattr(vllm.PunicaWrapperGPU.add_lora_w13, "_moelora")
-    (line,) = lines
-    assert "['self', 'y', 'x'], not ['self', 'y', 'x', 'lora_a_stacked'" in line
-    assert "vLLM's own kernels add the adapters of its layers" in line
-    assert load("vllm.lora.layers.fused_moe").FusedMoEWithLoRA.set_lora._moelora

@@ -168,22 +168,32 @@ def offload(layer):
     next(layer.parameters())._vllm_is_uva_offloaded = True
 
 
+def take_mxfp4(layer):
+    layer.quant_method.use_cutlass_mxfp4 = True
+
+
 EXCHANGE = "flashinfer_nvlink_one_sided"
-# Options of a layer, and why vLLM's own path runs it. vLLM asks a class whether it supports an
-# exchange before it selects it; moelora's comes in after that.
-STAYS = {
-    "backend": ({"moe_backend": "marlin"}, "moe_backend='marlin' is asked for"),
-    "exchange": (
+NVFP4 = ["nvfp4_modelopt", "nvfp4_compressed"]
+TAKES_FP4 = {"backend": "FLASHINFER_CUTLASS"}  # vLLM's choice on tensor cores of FP4
+# Kinds and options of a layer, and why vLLM's own path runs it. vLLM asks a class whether it
+# supports an exchange before it selects it; moelora's comes in after that.
+STAYS = [
+    (KINDS, {"moe_backend": "marlin"}, "moe_backend='marlin' is asked for"),
+    (
+        KINDS,
         {"exchange": EXCHANGE},
         f"TritonExperts does not take tokens from the exchange {EXCHANGE}",
     ),
-    "offloaded": ({"changes": offload}, "the expert weights are in host memory"),
-}
+    (KINDS, {"changes": offload}, "the expert weights are in host memory"),
+    (NVFP4, TAKES_FP4, "vLLM's FLASHINFER_CUTLASS kernels take activations in NVFP4"),
+    (["mxfp4_compressed"], {"changes": take_mxfp4}, "vLLM's kernels take activations in MXFP4"),
+]
 
 
-@pytest.mark.parametrize("why", STAYS)
-def test_what_stays_with_vllm(own, lines, kind, why):
-    options, reason = STAYS[why]
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"), [(kind, *row) for kinds, *row in STAYS for kind in kinds]
+)
+def test_what_stays_with_vllm(own, lines, kind, options, reason):
     theirs(QuantizedLayer(own, kind, spec_with_a_way_back(kind), **options), lines, reason)
 
 
@@ -297,35 +307,11 @@ def test_what_nobody_has_kernels_for_is_refused(without_kernels, options, cause)
     assert cause in str(raised.value.__cause__)
 
 
-# vLLM chooses this backend where tensor cores take FP4 on both sides.
-NVFP4 = pytest.mark.parametrize("kind", ["nvfp4_modelopt", "nvfp4_compressed"])
-TAKES_FP4 = {"backend": "FLASHINFER_CUTLASS"}
-
-
-@NVFP4
-def test_activations_of_four_bits_stay_with_vllm(own, lines, kind):
-    layer = QuantizedLayer(own, kind, spec_of(kind), **TAKES_FP4)
-    theirs(layer, lines, "vLLM's FLASHINFER_CUTLASS kernels take activations in NVFP4")
-
-
-@NVFP4
+@pytest.mark.parametrize("kind", NVFP4)
 def test_checkpoints_that_quantize_weights_alone(served, lines, kind):
     layer = QuantizedLayer(served, kind, spec_of(kind), use_a16=True, **TAKES_FP4).step()
     layer.check(layer())
     assert lines == []
-
-
-def test_cutlass_takes_activations_in_mxfp4(own, lines):
-    _, cls = own.method("mxfp4_compressed_tensors")
-    init = cls.__init__
-
-    def on_blackwell(self, moe):
-        init(self, moe)
-        self.use_cutlass_mxfp4 = True
-
-    own.monkeypatch.setattr(cls, "__init__", on_blackwell)
-    layer = QuantizedLayer(own, "mxfp4_compressed", spec_of("mxfp4_compressed"))
-    theirs(layer, lines, "vLLM's kernels take activations in MXFP4")
 
 
 def test_an_activation_that_is_not_there(own, lines, kind):
@@ -354,21 +340,6 @@ def test_what_the_operator_refuses(served):
     layer = QuantizedLayer(served, "gptq", spec_of("gptq", mix="absent"))
     with pytest.raises(RuntimeError, match="quantized for bfloat16, .* MOELORA_VLLM=0"):
         layer(hidden_states=layer.p.hidden_states.to(torch.float16))
-
-
-def test_methods_that_changed_are_left_alone(vllm, lines):
-    _, gptq = vllm.method("gptq")
-
-    def process_weights_after_loading(self, layer, device):
-        pass
-
-    vllm.monkeypatch.setattr(gptq, "process_weights_after_loading", process_weights_after_loading)
-    vllm.register()
-    assert gptq.process_weights_after_loading is process_weights_after_loading
-    (line,) = lines
-    assert "['self', 'layer', 'device'], not ['self', 'layer']" in line
-    assert line.endswith("vLLM's own path runs for layers of AutoGPTQMoEMethod")
-    QuantizedLayer(vllm, "awq", spec_of("awq"))
 
 
 def test_the_class_that_drops_adapters_is_named(served, lines):

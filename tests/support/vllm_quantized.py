@@ -115,7 +115,7 @@ class QuantizedLayer(Layer):
         moe.moe_backend = self.moe_backend
         moe.moe_parallel_config.all2all_backend = self.exchange
         self.routed = layer = Routed(moe)
-        self.method = self.make_method()
+        self.method = layer.quant_method = self.make_method()
         parallel = moe.moe_parallel_config
         sizes = moe.hidden_dim, moe.intermediate_size_per_partition
         rounded = self.method.maybe_roundup_sizes(*sizes, moe.in_dtype, parallel)
