@@ -43,28 +43,14 @@ static moelora_gemm_backward_needs find_gemm_needs(const moelora_gemm_backward_p
 
 /* ---- CUDA ---- */
 
-/* Returns the fastest number of rows per block for an average number of rows per expert. Nearly
- * every small expert fits one block. A k step of two CTAs with n rows each takes 512 + 5 n cycles,
- * bound by shared memory, which favors blocks of 144 rows for experts of two to five blocks; in
- * larger experts, they only add padding. */
-static int32_t rows_of_block(int64_t rows) {
-  return rows <= 8 ? 16 : rows <= 26 ? 32 : rows <= 80 ? 64 : rows <= 192 || rows > 640 ? 128 : 144;
-}
-
-/* Returns the CTAs per cluster: two, which multicast weights, if many experts exceed one block. */
-static int32_t cluster_of(int64_t rows) {
-  return rows <= 116 ? 1 : 2;
-}
-
-/* Whether `v` suits the rows better than `best` of the same family: by block size (the smallest
- * sufficient one, else the largest), then by cluster size. */
-static bool is_nearer(const moelora_variant *v, const moelora_variant *best, int64_t rows) {
-  const int32_t wanted = rows_of_block(rows), cluster = cluster_of(rows);
-  if (v->block_m == best->block_m)
-    return v->cluster == cluster && best->cluster != cluster;
-  return v->block_m >= wanted ? best->block_m < wanted || v->block_m < best->block_m
-                              : best->block_m < wanted && v->block_m > best->block_m;
-}
+/* The fastest shapes. Nearly every small expert fits one block. A k step of two CTAs with n rows
+ * each takes 512 + 5 n cycles, bound by shared memory, which favors blocks of 144 rows for experts
+ * of two to five blocks; in larger experts, they only add padding. Clusters of two multicast
+ * weights, if many experts exceed one block. */
+static const moelora_shape_bound shapes[] = {
+    {8, {16, 1}},    {26, {32, 1}},   {80, {64, 1}},         {116, {128, 1}},
+    {192, {128, 2}}, {640, {144, 2}}, {INT64_MAX, {128, 2}},
+};
 
 /* Inputs to the plan of one backward product y w. y NULL: it is in the workspace. */
 typedef struct back_load {
@@ -127,14 +113,14 @@ static moelora_status choose(const moelora_routes *routes, moelora_dtype dtype,
                              const moelora_device_info *device, const moelora_variant **chosen) {
   const moelora_variant *forced = moelora_forced(MOELORA_ROLE_BACK, dtype, device);
   const moelora_variant *best = NULL, *v;
-  const int64_t rows = moelora_rows_per_expert(routes);
+  const moelora_shape want = moelora_shape_for(shapes, moelora_rows_per_expert(routes));
   char weights[96];
   for (int32_t i = 0; (v = moelora_variant_at(i)); i++) {
     if (v->role != MOELORA_ROLE_BACK || v->dtype != dtype || !moelora_variant_runs_on(v, device) ||
         !serves(v, access, device))
       continue;
     const bool newer = best && v->needs > best->needs;
-    const bool nearer = best && v->needs == best->needs && is_nearer(v, best, rows);
+    const bool nearer = best && v->needs == best->needs && moelora_is_nearer(v, best, want);
     if (!best || newer || nearer)
       best = v;
   }

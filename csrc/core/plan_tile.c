@@ -18,22 +18,11 @@
 
 /* ---- measured on an H200; used for GPUs with the same chip ---- */
 
-/* Tokens per block of a CUDA kernel, and blocks per cluster. */
-typedef struct shape {
-  int32_t block, cluster;
-} shape;
-
-/* Shape for at most `rows` rows per expert on average. */
-typedef struct shape_bound {
-  int64_t rows;
-  shape shape;
-} shape_bound;
-
 /* Routing is uneven: a block, or a cluster of blocks, must be larger than the average to hold
  * nearly every expert, whose weights are then read once. At a bound, the times of two adjacent
  * shapes are equal on an H200 (Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V2-Lite; `python -m moelora
  * tune` measures another GPU). */
-static const shape_bound native_shapes[] = {
+static const moelora_shape_bound native_shapes[] = {
     {8, {16, 1}},    /* bound by reading the weights */
     {26, {32, 1}},   /* rereading a few experts' weights costs less than a wider mma */
     {44, {64, 1}},   /* Hopper has no native tile of 64: 96 is faster than two CTAs of 64 per SM */
@@ -45,7 +34,7 @@ static const shape_bound native_shapes[] = {
 /* Each block dequantizes its weights again: for an expert in two blocks, that costs more than one
  * block with a wider mma (gpt-oss-20b, Qwen3-30B-A3B, Mixtral-8x7B). With 144 tokens nearly every
  * expert fits one block at 128 rows on average, two at 256. */
-static const shape_bound quantized_shapes[] = {
+static const moelora_shape_bound quantized_shapes[] = {
     {8, {16, 1}},  {26, {32, 1}},   {44, {64, 1}},
     {82, {96, 1}}, {112, {128, 1}}, {INT64_MAX, {144, 1}},
 };
@@ -55,24 +44,27 @@ static const shape_bound quantized_shapes[] = {
  * but process tokens 64 at a time and have a longer epilogue: they pay off if one tile holds most
  * experts, or if two tiles of 96 no longer hold nearly every expert. In a cluster, two tiles of 96
  * multicast weights. */
-static const shape_bound w8a8_shapes[] = {
+static const moelora_shape_bound w8a8_shapes[] = {
     {8, {16, 1}},    {26, {32, 1}},  {44, {64, 1}},         {80, {96, 1}},
     {108, {128, 2}}, {176, {96, 2}}, {INT64_MAX, {128, 2}},
 };
 
-static shape measured_shape(int64_t rows, const moelora_access *access) {
-  const bool native =
-      moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
-  const shape_bound *bound = native                                   ? native_shapes
-                             : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
-                                                                      : quantized_shapes;
+moelora_shape moelora_shape_for(const moelora_shape_bound *bound, int64_t rows) {
   while (rows > bound->rows)
     bound++;
   return bound->shape;
 }
 
-/* Whether `v` is nearer to `want` than `best`: block size (larger before smaller), then cluster. */
-static bool is_nearer(const moelora_variant *v, const moelora_variant *best, shape want) {
+static moelora_shape measured_shape(int64_t rows, const moelora_access *access) {
+  const bool native =
+      moelora_is_native_kernel(access->format) && moelora_is_native_kernel(access->second);
+  return moelora_shape_for(native                                   ? native_shapes
+                           : moelora_is_e4m3_kernel(access->format) ? w8a8_shapes
+                                                                    : quantized_shapes,
+                           rows);
+}
+
+bool moelora_is_nearer(const moelora_variant *v, const moelora_variant *best, moelora_shape want) {
   const int32_t candidate = v->block_m, known = best->block_m;
   if (candidate == known)
     return v->cluster == want.cluster && best->cluster != want.cluster;
@@ -190,10 +182,10 @@ static void keep_newest(tile_list list) {
 }
 
 /* Keeps the tile nearest to the one that was measured fastest. */
-static void keep_measured(tile_list list, shape want) {
+static void keep_measured(tile_list list, moelora_shape want) {
   const moelora_tile *best = NULL;
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++)
-    if (!t->why_not && (!best || is_nearer(t->variant, best->variant, want)))
+    if (!t->why_not && (!best || moelora_is_nearer(t->variant, best->variant, want)))
       best = t;
   keep(list, best, "another tile was measured faster");
 }
@@ -211,8 +203,8 @@ static void keep_fastest(tile_list list, int64_t rows) {
   for (const moelora_tile *t = list.tiles; t < list.tiles + list.count; t++) {
     if (t->why_not || t->ns > TIE_FACTOR * least)
       continue;
-    const shape average = {rows <= INT32_MAX ? (int32_t)rows : INT32_MAX, 0};
-    if (!best || is_nearer(t->variant, best->variant, average))
+    const moelora_shape average = {rows <= INT32_MAX ? (int32_t)rows : INT32_MAX, 0};
+    if (!best || moelora_is_nearer(t->variant, best->variant, average))
       best = t;
   }
   keep(list, best, "another tile is faster by the model of the device");

@@ -51,6 +51,22 @@ const moelora_variant *moelora_tile_of_format(const moelora_variant *variant,
                                               moelora_kernel_format format,
                                               const moelora_device_info *device);
 
+/* Tokens per block of a CUDA kernel, and blocks per cluster. */
+typedef struct moelora_shape {
+  int32_t block, cluster;
+} moelora_shape;
+
+/* Shape for at most `rows` rows per expert on average; the last bound of a table is INT64_MAX. */
+typedef struct moelora_shape_bound {
+  int64_t rows;
+  moelora_shape shape;
+} moelora_shape_bound;
+
+moelora_shape moelora_shape_for(const moelora_shape_bound *table, int64_t rows);
+/* Whether `v` is nearer to `want` than `best`: by block size (the smallest sufficient one, else the
+ * largest), then by cluster size. */
+bool moelora_is_nearer(const moelora_variant *v, const moelora_variant *best, moelora_shape want);
+
 /* cost.c: whether the measured tables apply to this GPU. */
 bool moelora_is_measured(const moelora_device_info *device);
 /* cost.c: returns the modeled time of one projection per 1000 weights. */
