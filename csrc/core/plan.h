@@ -143,7 +143,7 @@ typedef struct moelora_windows {
   int64_t count;  /* maximum number of windows */
 } moelora_windows;
 
-/* plan_windows.c: splits the rows into equal windows of at most `most` rows for `workers` workers.
+/* plan_shrink.c: splits the rows into equal windows of at most `most` rows for `workers` workers.
  * No window gets more workers than it can have items; an item is `part` rows of a segment in one of
  * `columns` column tiles. */
 moelora_windows moelora_cut_windows(const moelora_routes *routes, const moelora_list_blocks *lists,
