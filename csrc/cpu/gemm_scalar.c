@@ -1,7 +1,6 @@
 /* Kernels in plain C: the specification of all others, and the fallback. Operands are float32;
  * `dot` keeps 8 partial sums along K, so that compilers can vectorize it. */
 #include "core/format.h"
-#include "cpu/e4m3.h"
 #include "cpu/f32_operands.h"
 
 enum { LANES = 8 };

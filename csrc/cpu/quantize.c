@@ -9,8 +9,8 @@
 #include <math.h>
 
 #include "core/format.h"
+#include "cpu/convert.h"
 #include "cpu/cpu.h"
-#include "cpu/e4m3.h"
 
 enum { LANES = 8, GROUP = 128 };
 
