@@ -13,8 +13,7 @@
 #include <string.h>
 
 #include "core/format.h"
-#include "cpu/back_project.h"
-#include "cpu/f32_rows.h"
+#include "cpu/back.h"
 
 /* ---- panels ---- */
 

@@ -1,5 +1,4 @@
-#include "cpu/back_steps.h"
-#include "cpu/f32_rows.h"
+#include "cpu/back.h"
 
 static moelora_panel take_panel(int64_t rows, moelora_arena *arena) {
   return (moelora_panel){

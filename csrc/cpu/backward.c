@@ -16,10 +16,7 @@
  * dt = <dz, x>. Steps whose results are not needed are skipped. */
 #include <string.h>
 
-#include "cpu/back_project.h"
-#include "cpu/f32_rows.h"
-#include "cpu/gradients.h"
-#include "cpu/saved.h"
+#include "cpu/back.h"
 
 typedef struct backward {
   const moelora_experts_backward_problem *problem;

@@ -9,7 +9,7 @@
  * The shrink, and for W8A8 the quantization of x or h, precede each projection. `out` may be x:
  * only combine writes it, after the last read of x. For a backward, w13 also saves its values
  * before the activation, and both projections save their shrink outputs. */
-#include "cpu/saved.h"
+#include "cpu/back.h"
 
 typedef struct experts_layout {
   moelora_sorted sorted;

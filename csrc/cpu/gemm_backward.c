@@ -13,9 +13,7 @@
  * requested are skipped. */
 #include <string.h>
 
-#include "cpu/back_project.h"
-#include "cpu/f32_rows.h"
-#include "cpu/gradients.h"
+#include "cpu/back.h"
 
 typedef struct gemm_backward {
   const moelora_gemm_backward_problem *problem;

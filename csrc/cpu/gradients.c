@@ -14,8 +14,7 @@
  * experts, so that no sum depends on other adapters, on threads or on the position of a segment. */
 #include <string.h>
 
-#include "cpu/f32_rows.h"
-#include "cpu/gradients.h"
+#include "cpu/back.h"
 
 /* ---- access to gradients ---- */
 

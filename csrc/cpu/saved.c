@@ -1,7 +1,7 @@
 /* Saves tensors of a layer's forward by flat row, in its dtype; loads them by sorted position. */
 #include <string.h>
 
-#include "cpu/saved.h"
+#include "cpu/back.h"
 
 /* ---- shrink outputs ---- */
 

@@ -1,5 +1,5 @@
 /* Segments: runs of sorted rows with one expert and one adapter. */
-#include "cpu/segments.h"
+#include "cpu/back.h"
 
 void moelora_segments_take(const moelora_routes *routes, moelora_arena *arena,
                            moelora_segments *segments) {
