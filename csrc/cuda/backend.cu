@@ -1,5 +1,4 @@
 /* Function table of the CUDA backend, and device queries. */
-#include "cuda/backend.h"
 #include "cuda/launch/launch.h"
 
 moelora_status moelora_cuda_check(cudaError_t error, const char *what) {

@@ -4,7 +4,6 @@
  * All sorts use resolved routes (resolve.cuh), so that all CTAs and all launches see the same ids.
  * A sort of routes that are already resolved overlaps the previous launch (PDL). */
 #include "cuda/align/align.h"
-#include "cuda/backend.h"
 
 static int64_t adapter_keys_of(const moelora_align_problem *problem) {
   return moelora_adapter_keys(problem->mode, &problem->routes);

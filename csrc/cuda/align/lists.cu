@@ -4,7 +4,6 @@
  * expert with the list's adapter (a pair) start and computes the whole layout, then writes its
  * share of the blocks and of the padding. */
 #include "cuda/align/align.cuh"
-#include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"
 
 namespace {

@@ -5,7 +5,6 @@
  * Intermediate results are stored by flat row. Each CTA sorts a small batch itself, or the batch
  * stays unsorted: if pairs rarely repeat, rereading the factors of a repeated pair costs less. */
 #include "cuda/delta/delta.h"
-#include "cuda/backend.h"
 #include "cuda/backward/gradients.h"
 
 namespace {

@@ -5,9 +5,14 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/backend.h"
+#include "core/backend.h"
 #include "cuda/gemm/launchers.h"
 #include "cuda/launch/divisor.h"
+
+/* Functions of the backend's table. */
+#define OPERATOR(NAME, ...) moelora_##NAME##_function moelora_cuda_##NAME;
+#define CONVERSION(NAME, ...) OPERATOR(NAME)
+#include "core/operators.inc"
 
 /* A packed rank is adapter * kRanks + rank. */
 constexpr int32_t kRanks = MOELORA_RANKS;

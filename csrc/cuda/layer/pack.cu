@@ -3,7 +3,6 @@
  * A CTA copies one tile at a time: 64 rows of 64 elements, `stride_n` apart in w and contiguous in
  * out. Threads copy vectors in the tile's memory order, so that stores are contiguous and loads
  * cover whole rows. A vector is 16 bytes if w and out are aligned, otherwise one element. */
-#include "cuda/backend.h"
 #include "cuda/launch/kernel_launch.cuh"
 
 constexpr int THREADS = 256;

@@ -1,12 +1,14 @@
-/* Packs 4-bit weights into tiles and unpacks them (moelora.h describes the layout of a tile).
+/* Packs weights into tiles and unpacks them (moelora.h describes the layout of a tile).
  *
- * Packing: a CTA writes up to AT_ONCE tiles that are adjacent in K. It copies their 64 rows to
- * shared memory in whole cache lines; then each thread gathers the 16 bytes that a lane of the GEMM
- * loads at once, and stores them, so that stores are contiguous.
+ * Packing 4-bit weights: a CTA writes up to AT_ONCE tiles that are adjacent in K. It copies their
+ * 64 rows to shared memory in whole cache lines; then each thread gathers the 16 bytes that a lane
+ * of the GEMM loads at once, and stores them, so that stores are contiguous.
  *
- * Unpacking: a CTA dequantizes a tile as four warps of the GEMM do, applies the factors that the
- * GEMM applies to accumulators (TileFragment::unpack), and writes the tile as rows. */
-#include "cuda/backend.h"
+ * Unpacking them: a CTA dequantizes a tile as four warps of the GEMM do, applies the factors that
+ * the GEMM applies to accumulators (TileFragment::unpack), and writes the tile as rows.
+ *
+ * FP8 weights, both ways: a CTA handles one tile at a time, a thread 16 columns of a row at a time.
+ * These are also 16 adjacent bytes of the tile, so shared memory is not needed. */
 #include "cuda/gemm/common/format.cuh"
 #include "cuda/launch/kernel_launch.cuh"
 
@@ -14,7 +16,12 @@ namespace {
 
 constexpr int kRows = MOELORA_PACK;
 
-/* ---- packing ---- */
+int64_t tiles_of(const moelora_quantized_problem *p) {
+  const moelora_weights *w = &p->tiles;
+  return p->num_experts * moelora_row_tiles(w->order, w->n) * moelora_depth_tiles(w->format, w->k);
+}
+
+/* ---- packing 4-bit weights ---- */
 
 constexpr int PACK_THREADS = 256;
 constexpr int AT_ONCE = 4;
@@ -163,7 +170,7 @@ __global__ void __launch_bounds__(PACK_THREADS, 2)
   }
 }
 
-/* ---- unpacking ---- */
+/* ---- unpacking 4-bit weights ---- */
 
 constexpr int UNPACK_THREADS = 128;
 constexpr int OUT_PITCH = kRows * 2 + 16; // bytes: avoids bank conflicts between eight rows
@@ -218,19 +225,140 @@ __global__ void __launch_bounds__(UNPACK_THREADS)
   }
 }
 
+/* ---- FP8 weights ---- */
+
+constexpr int FP8_THREADS = 256;
+constexpr int kColumns = 128, kChunk = 16;
+
+/* The tile of FP8 weights that a CTA packs or unpacks. */
+struct TileOfCta {
+  int64_t expert, row_tile, depth_tile;
+
+  __device__ __forceinline__ TileOfCta(const moelora_weights &w, int64_t index) {
+    const int64_t row_tiles = moelora_row_tiles(w.order, w.n);
+    const int64_t depth_tiles = moelora_depth_tiles(w.format, w.k);
+    expert = index / depth_tiles / row_tiles;
+    row_tile = index / depth_tiles % row_tiles;
+    depth_tile = index % depth_tiles;
+  }
+
+  __device__ __forceinline__ int64_t row(const moelora_weights &w, int r) const {
+    return moelora_row_of_tile(w.order, w.n, row_tile * kRows + r);
+  }
+  __device__ __forceinline__ int64_t offset(const moelora_weights &w) const {
+    return expert * w.stride_e + row_tile * w.stride_nt + depth_tile * w.stride_kt;
+  }
+};
+
+/* Loads 16 columns of a row; zeros from column `left` on. */
+template <bool VECTORS>
+__device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (VECTORS && left > 0)
+    v = *(const uint4 *)from;
+  if (!VECTORS)
+    for (int i = 0; i < kChunk; i++)
+      ((uint8_t *)&v)[i] = i < left ? from[i] : 0;
+  return v;
+}
+
+/* Writes the scales of a tile: one per half of its K extent, or one per row. */
+__device__ __forceinline__ void pack_scales(const moelora_quantized_problem &p,
+                                            const TileOfCta &tile, float *to) {
+  const bool of_rows = moelora_has_row_scales(p.tiles.format);
+  const int i = threadIdx.x;
+  if (i >= (of_rows ? kRows : 4))
+    return;
+  const int64_t k = tile.depth_tile * kColumns + (of_rows ? 0 : 64 * i);
+  const int64_t n = tile.row(p.tiles, of_rows ? i : 0); // a tile's first row always exists
+  float scale = 0.f;
+  if (n >= 0 && k < p.tiles.k && (of_rows || i < 2))
+    scale = ((const float *)p.scales)[tile.expert * p.scales_stride[0] +
+                                      n / p.block_rows * p.scales_stride[1] + k / p.block_columns];
+  to[i] = scale;
+}
+
+template <bool VECTORS>
+__global__ void __launch_bounds__(FP8_THREADS)
+    pack_fp8(const __grid_constant__ moelora_quantized_problem p, int64_t tiles) {
+  const moelora_weights &w = p.tiles;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const TileOfCta tile(w, index);
+    uint8_t *const packed = (uint8_t *)p.packed + tile.offset(w);
+    for (int v = threadIdx.x; v < kRows * kColumns / kChunk; v += FP8_THREADS) {
+      const int r = v / 8, chunk = v % 8;
+      const int64_t n = tile.row(w, r), k = tile.depth_tile * kColumns + chunk * kChunk;
+      uint4 from = make_uint4(0, 0, 0, 0);
+      if (n >= 0)
+        from = read_chunk<VECTORS>(
+            p.values + tile.expert * p.values_stride[0] + n * p.values_stride[1] + k, w.k - k);
+      // Word q holds columns {2q, 2q + 1, 2q + 8, 2q + 9}.
+      *(uint4 *)(packed + moelora_fp8_offset(r, chunk * kChunk)) =
+          make_uint4(__byte_perm(from.x, from.z, 0x5410), __byte_perm(from.x, from.z, 0x7632),
+                     __byte_perm(from.y, from.w, 0x5410), __byte_perm(from.y, from.w, 0x7632));
+    }
+    pack_scales(p, tile, (float *)(packed + MOELORA_FP8_TILE_VALUES));
+  }
+}
+
+template <class T, bool VECTORS>
+__global__ void __launch_bounds__(FP8_THREADS)
+    unpack_fp8(const __grid_constant__ moelora_quantized_problem p, int64_t tiles) {
+  const moelora_weights &w = p.tiles;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const TileOfCta tile(w, index);
+    const char *const from = (const char *)w.data + tile.offset(w);
+    const float *const scales = (const float *)(from + MOELORA_FP8_TILE_VALUES);
+    for (int v = threadIdx.x; v < kRows * kColumns / kChunk; v += FP8_THREADS) {
+      const int r = v / 8, chunk = v % 8;
+      const int64_t n = tile.row(w, r), k = tile.depth_tile * kColumns + chunk * kChunk;
+      if (n < 0 || k >= w.k)
+        continue;
+      const uint4 words = *(const uint4 *)(from + moelora_fp8_offset(r, chunk * kChunk));
+      const float scale = scales[moelora_has_row_scales(w.format) ? r : chunk / 4];
+      const uint32_t by = e4m3_scales<T>(scale, scale);
+      const uint32_t numbers[8] = {e4m3<T, 0, 0>(words.x, by), e4m3<T, 0, 0>(words.y, by),
+                                   e4m3<T, 0, 0>(words.z, by), e4m3<T, 0, 0>(words.w, by),
+                                   e4m3<T, 1, 0>(words.x, by), e4m3<T, 1, 0>(words.y, by),
+                                   e4m3<T, 1, 0>(words.z, by), e4m3<T, 1, 0>(words.w, by)};
+      uint16_t *const to =
+          (uint16_t *)p.out + tile.expert * p.out_stride[0] + n * p.out_stride[1] + k;
+#pragma unroll
+      for (int i = 0; i < kChunk; i += VECTORS ? 8 : 1) {
+        if (k + i >= w.k)
+          break;
+        if (VECTORS)
+          *(uint4 *)(to + i) = make_uint4(numbers[i / 2], numbers[i / 2 + 1], numbers[i / 2 + 2],
+                                          numbers[i / 2 + 3]);
+        else
+          to[i] = (uint16_t)(numbers[i / 2] >> 16 * (i % 2));
+      }
+    }
+  }
+}
+
+/* ---- launches ---- */
+
 template <moelora_kernel_format FORMAT, class T>
 moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
                              const moelora_exec *exec) {
   if constexpr (FormatTraits<FORMAT>::IS_FOUR_BITS) {
-    const moelora_weights &w = p->tiles;
-    const int64_t work =
-        p->num_experts * moelora_row_tiles(w.order, w.n) * moelora_depth_tiles(w.format, w.k);
     const auto launch =
         vectors ? launch_grid<unpack_quantized<FORMAT, T, true>, moelora_quantized_problem>
                 : launch_grid<unpack_quantized<FORMAT, T, false>, moelora_quantized_problem>;
-    return launch("unpack_quantized", work, UNPACK_THREADS, exec, *p);
+    return launch("unpack_quantized", tiles_of(p), UNPACK_THREADS, exec, *p);
   }
   return moelora_no_kernel("unpack_quantized", "has no such format");
+}
+
+template <class T>
+moelora_status launch_unpack_fp8(const moelora_quantized_problem *p, bool vectors,
+                                 const moelora_exec *exec) {
+  const int64_t tiles = tiles_of(p);
+  const auto launch = vectors
+                          ? launch_grid<unpack_fp8<T, true>, moelora_quantized_problem, int64_t>
+                          : launch_grid<unpack_fp8<T, false>, moelora_quantized_problem, int64_t>;
+  return launch("unpack_fp8", tiles, FP8_THREADS, exec, *p, tiles);
 }
 
 } // namespace
@@ -238,13 +366,16 @@ moelora_status launch_unpack(const moelora_quantized_problem *p, bool vectors,
 moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
                                            const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
-  if (moelora_is_fp8(w->format))
-    return moelora_cuda_pack_fp8(p, exec);
-  const int64_t depth_tiles = moelora_depth_tiles(w->format, w->k);
-  const int64_t lines = (depth_tiles + AT_ONCE - 1) / AT_ONCE;
-  const int64_t work = p->num_experts * moelora_row_tiles(w->order, w->n) * lines;
+  const bool fp8 = moelora_is_fp8(w->format);
   const bool vectors = (uintptr_t)p->values % 16 == 0 && p->values_stride[0] % 16 == 0 &&
-                       p->values_stride[1] % 16 == 0 && w->k % 32 == 0;
+                       p->values_stride[1] % 16 == 0 && w->k % (fp8 ? 16 : 32) == 0;
+  if (fp8) {
+    const int64_t tiles = tiles_of(p);
+    return vectors ? launch_grid<pack_fp8<true>>("pack_fp8", tiles, FP8_THREADS, exec, *p, tiles)
+                   : launch_grid<pack_fp8<false>>("pack_fp8", tiles, FP8_THREADS, exec, *p, tiles);
+  }
+  const int64_t lines = (moelora_depth_tiles(w->format, w->k) + AT_ONCE - 1) / AT_ONCE;
+  const int64_t work = p->num_experts * moelora_row_tiles(w->order, w->n) * lines;
   return vectors
              ? launch_grid<pack_quantized<true>>("pack_quantized", work, PACK_THREADS, exec, *p)
              : launch_grid<pack_quantized<false>>("pack_quantized", work, PACK_THREADS, exec, *p);
@@ -253,11 +384,11 @@ moelora_status moelora_cuda_pack_quantized(const moelora_quantized_problem *p,
 moelora_status moelora_cuda_unpack_quantized(const moelora_quantized_problem *p,
                                              const moelora_exec *exec) {
   const moelora_weights *w = &p->tiles;
-  if (moelora_is_fp8(w->format))
-    return moelora_cuda_unpack_fp8(p, exec);
   const bool bf16 = p->dtype == MOELORA_BF16;
   const bool vectors =
       moelora_is_vector_row(p->out, p->out_stride[1], w->k) && p->out_stride[0] % 8 == 0;
+  if (moelora_is_fp8(w->format))
+    return (bf16 ? launch_unpack_fp8<__nv_bfloat16> : launch_unpack_fp8<__half>)(p, vectors, exec);
   switch (moelora_kernel_format_of(w->format, MOELORA_X_NATIVE)) {
 #define MOELORA_KERNEL(NAME, ...)                                                                  \
   case MOELORA_KERNEL_##NAME:                                                                      \
