@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/sort.h"
 
 static moelora_routes align_routes(const moelora_align_problem *problem) {
   moelora_routes routes = problem->routes;
@@ -92,9 +91,7 @@ moelora_status moelora_cpu_align(const moelora_align_problem *problem,
   for (int32_t e = 0; e < routes->num_experts; e++) {
     int64_t begin = sorted->offset[e], end = sorted->offset[e + 1];
     while (problem->mode == MOELORA_ALIGN_UNIFORM && begin < end) {
-      int64_t next = begin + 1;
-      while (next < end && sorted->adapter[next] == sorted->adapter[begin])
-        next++;
+      const int64_t next = moelora_segment_end(sorted, begin, end);
       block = write_blocks(problem, sorted, begin, next, e, block);
       begin = next;
     }

@@ -1,6 +1,5 @@
 /* vLLM's alignment: a list of rows for each adapter, sorted by expert. */
 #include "cpu/cpu.h"
-#include "cpu/sort.h"
 
 typedef struct lists_layout {
   moelora_sorted sorted;

@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "cpu/cpu.h"
-#include "cpu/sort.h"
 
 /* ---- rows ---- */
 
