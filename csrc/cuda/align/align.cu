@@ -138,32 +138,24 @@ static moelora_status run_sort(const align_sort &sort, const moelora_sort_plan &
   return moelora_no_kernel(plan.variant->name, "sorts nothing");
 }
 
-static moelora_status run_one_sort(const moelora_align_problem *problem,
-                                   const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                   const moelora_sort_scratch &parts, const moelora_routes *from,
-                                   const moelora_exec *exec) {
-  align_sort sort = describe(problem);
-  apply_blocks(&sort, blocks);
-  const int64_t adapters = adapter_keys_of(problem);
-  sort.by_adapter = adapters > 1;
-  sort.adapter_keys = moelora_divisor_of((uint32_t)adapters);
-  set_size(&sort, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
-           problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
-  return run_sort(sort, plan.rows, from, plan.resolves, exec);
-}
-
-static moelora_status run_two_sorts(const moelora_align_problem *problem,
-                                    const moelora_align_plan &plan, const moelora_blocks *blocks,
-                                    const moelora_sort_scratch &parts, const moelora_routes *from,
-                                    const moelora_exec *exec) {
-  align_sort tokens = describe_tokens(problem, plan.tokens, parts);
-  MOELORA_TRY(run_sort(tokens, plan.tokens, from, plan.resolves, exec));
+/* Sorts rows by expert and adapter: at once, or in two sorts, first the tokens by adapter. Unless
+ * `from` is NULL, the first sort resolves it. */
+static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
+                          const moelora_blocks *blocks, const moelora_sort_scratch &parts,
+                          const moelora_routes *from, const moelora_exec *exec) {
+  const bool two_sorts = plan.tokens.variant;
+  const bool pads = two_sorts && problem->mode == MOELORA_ALIGN_UNIFORM;
+  if (two_sorts) {
+    const align_sort tokens = describe_tokens(problem, plan.tokens, parts);
+    MOELORA_TRY(run_sort(tokens, plan.tokens, from, plan.resolves, exec));
+    from = NULL;
+  }
   align_sort rows = describe(problem);
   apply_blocks(&rows, blocks);
   align_pad pad = {};
   pad.out = rows;
   rows.order = parts.order;
-  if (problem->mode == MOELORA_ALIGN_UNIFORM) {
+  if (pads) {
     /* use blocks of one row, which need no padding, and write the expert and adapter of each row */
     rows.block_size = moelora_divisor_of(1);
     rows.max_blocks = problem->routes.num_rows;
@@ -173,22 +165,19 @@ static moelora_status run_two_sorts(const moelora_align_problem *problem,
     rows.block_loras = NULL;
     rows.num_post = parts.count;
   }
-  set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts, 1, parts);
-  MOELORA_TRY(run_sort(rows, plan.rows, NULL, false, exec));
-  if (problem->mode != MOELORA_ALIGN_UNIFORM)
+  const int64_t adapters = two_sorts ? 1 : adapter_keys_of(problem);
+  rows.by_adapter = adapters > 1;
+  rows.adapter_keys = moelora_divisor_of((uint32_t)adapters);
+  set_size(&rows, plan.rows, problem->routes.num_rows, problem->routes.num_experts * adapters,
+           problem->mode == MOELORA_ALIGN_SEGMENTED ? adapters : 1, parts);
+  MOELORA_TRY(run_sort(rows, plan.rows, from, plan.resolves, exec));
+  if (!pads)
     return MOELORA_OK;
   pad.row = parts.row;
   pad.expert = parts.expert;
   pad.adapter = parts.adapter;
   pad.count = parts.count;
   return align_launch_pad(pad, exec);
-}
-
-static moelora_status run(const moelora_align_problem *problem, const moelora_align_plan &plan,
-                          const moelora_blocks *blocks, const moelora_sort_scratch &parts,
-                          const moelora_routes *from, const moelora_exec *exec) {
-  return plan.tokens.variant ? run_two_sorts(problem, plan, blocks, parts, from, exec)
-                             : run_one_sort(problem, plan, blocks, parts, from, exec);
 }
 
 /* ---- backend functions ---- */

@@ -11,25 +11,9 @@ namespace {
 struct Lists {
   moelora_routes routes;
   moelora_list_blocks lists;
-  const int32_t *row, *expert, *adapter; /* [*count], sorted by expert, then adapter */
-  const int32_t *count;
+  moelora_sorted_rows sorted;
   int32_t parts; /* CTAs per list */
 };
-
-/* Returns the first sorted row that is not before (expert, adapter). */
-__device__ __forceinline__ int32_t lower_bound(const Lists &p, int32_t count, int32_t expert,
-                                               int32_t adapter) {
-  int32_t low = 0, high = count;
-  while (low < high) {
-    const int32_t middle = low + (high - low) / 2;
-    const int32_t e = __ldcg(p.expert + middle), l = __ldcg(p.adapter + middle);
-    if (e < expert || (e == expert && l < adapter))
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
-}
 
 __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constant__ Lists p) {
   extern __shared__ int32_t memory[];
@@ -44,14 +28,20 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   const int32_t adapter = p.lists.lora_ids[blockIdx.x / p.parts];
   if (adapter < 0)
     return;
-  const int32_t count = __ldcg(p.count);
+  const int32_t count = __ldcg(p.sorted.count);
+  const auto first_row_of = [&](int32_t e, int32_t l) { // the first that is not before (e, l)
+    return lower_bound(count, [&](int i) {
+      const int32_t expert = __ldcg(p.sorted.expert + i), of_row = __ldcg(p.sorted.adapter + i);
+      return expert < e || (expert == e && of_row < l);
+    });
+  };
   const int32_t per_thread = (experts + ALIGN_THREADS - 1) / ALIGN_THREADS;
   const int32_t first = min((int32_t)threadIdx.x * per_thread, experts),
                 last = min(first + per_thread, experts);
   int32_t blocks = 0, used;
   for (int32_t e = first; e < last; e++) {
-    begin[e] = lower_bound(p, count, e, adapter);
-    rows[e] = lower_bound(p, count, e, adapter + 1) - begin[e];
+    begin[e] = first_row_of(e, adapter);
+    rows[e] = first_row_of(e, adapter + 1) - begin[e];
     blocks += (rows[e] + size - 1) / size;
   }
   int32_t at = block_sum_before(blocks, warp_sum, &used);
@@ -65,20 +55,12 @@ __global__ void __launch_bounds__(ALIGN_THREADS) fill_lists(const __grid_constan
   int32_t *const expert_ids = p.lists.expert_ids + adapter * p.lists.expert_stride;
   const int32_t padding = (int32_t)p.routes.num_rows, lane = threadIdx.x % 32;
   for (int32_t b = part * ALIGN_WARPS + threadIdx.x / 32; b < used; b += p.parts * ALIGN_WARPS) {
-    int32_t low = 0,
-            high = experts; // find the expert of b: the last with block[expert] <= b
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      if (block[middle] <= b)
-        low = middle;
-      else
-        high = middle;
-    }
-    const int32_t from = (b - block[low]) * size;
+    const int32_t e = lower_bound(experts, [&](int i) { return block[i] <= b; }) - 1;
+    const int32_t from = (b - block[e]) * size;
     for (int32_t i = lane; i < size; i += 32)
-      ids[(int64_t)b * size + i] = from + i < rows[low] ? p.row[begin[low] + from + i] : padding;
+      ids[(int64_t)b * size + i] = from + i < rows[e] ? p.sorted.row[begin[e] + from + i] : padding;
     if (lane == 0)
-      expert_ids[b] = low;
+      expert_ids[b] = e;
   }
   const int64_t me = part * ALIGN_THREADS + threadIdx.x, step = p.parts * ALIGN_THREADS;
   for (int64_t i = (int64_t)used * size + me; i < p.lists.rows; i += step)
@@ -119,14 +101,7 @@ moelora_status moelora_cuda_align_lists(const moelora_align_lists_problem *probl
   MOELORA_TRY(
       moelora_cuda_resolve(&problem->routes, &l.routes, &problem->lists, &l.lists, true, exec));
   MOELORA_TRY(moelora_cuda_sort_rows(&l.routes, &l.sorted, plan, exec));
-  Lists lists = {};
-  lists.routes = l.routes;
-  lists.lists = l.lists;
-  lists.row = l.sorted.row;
-  lists.expert = l.sorted.expert;
-  lists.adapter = l.sorted.adapter;
-  lists.count = l.sorted.count;
-  lists.parts = plan->list_parts;
+  const Lists lists = {l.routes, l.lists, l.sorted, plan->list_parts};
   return launch_sized<fill_lists>("align_lists", (int64_t)problem->lists.num_active * lists.parts,
                                   ALIGN_THREADS, 3 * sizeof(int32_t) * problem->routes.num_experts,
                                   exec, lists);
