@@ -1,4 +1,5 @@
-/* Gradients of factors and biases on the GPU: sums over the rows that share them.
+/* Gradients of factors, biases and routing weights on the GPU. Those of factors and biases are sums
+ * over the rows that share them:
  *
  *   A: gradient[l, e] (+)= ranks^T wide     over the rows of an (adapter, expert)
  *   B: gradient[l, e] (+)= wide^T ranks     over the rows of an (adapter, expert)
@@ -175,3 +176,35 @@ typedef struct moelora_rounding {
 moelora_status moelora_cuda_round_factors(const moelora_rounding *roundings, int32_t count,
                                           const moelora_routes *routes, moelora_dtype dtype,
                                           const moelora_exec *exec);
+
+/* zero.cu: zeroes a gradient; of a sparse one, only the matrices whose index is in `pairs`. */
+moelora_status moelora_cuda_zero_gradient(const moelora_gradient *gradient, const int32_t *pairs,
+                                          int64_t num_pairs, const moelora_exec *exec);
+
+/* ---- gradients of routing weights: routing_weights.cu ---- */
+
+/* Rows of an operand: row p / divisor belongs to flat row p. */
+typedef struct moelora_divided_rows {
+  const void *data;
+  int64_t stride, columns;
+  int32_t divisor;
+} moelora_divided_rows;
+
+typedef struct moelora_weight_gradients {
+  const int32_t *experts; /* [P] -1: skipped */
+  int64_t num_rows;       /* P */
+  int32_t top_k;
+  const float *dt;          /* [position, parts]; NULL: not a term */
+  const int32_t *positions; /* [P] */
+  int32_t parts;
+  const void *bias; /* [E, columns of dout]; NULL: not a term */
+  int64_t bias_stride_e;
+  moelora_divided_rows dout;
+  const void *dz; /* [P, columns of x]; NULL: not a term */
+  moelora_divided_rows x;
+  float *out; /* [M, top_k] */
+  int64_t out_stride[2];
+} moelora_weight_gradients;
+
+moelora_status moelora_cuda_weight_gradients(const moelora_weight_gradients *s, moelora_dtype dtype,
+                                             const moelora_exec *exec);

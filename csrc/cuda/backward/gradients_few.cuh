@@ -11,7 +11,6 @@
 #pragma once
 
 #include "cuda/backward/gradient_tile.cuh"
-#include "cuda/backward/row_copies.cuh"
 
 constexpr int kFewColumns = 1024; // columns of `wide` per tile
 

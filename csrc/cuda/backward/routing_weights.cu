@@ -4,7 +4,7 @@
  *
  * Each term may be absent; dt is 0 for skipped rows. Each lane adds every 32nd element of a term,
  * then the lanes are reduced, so the order of additions only depends on sizes. */
-#include "cuda/backward/backward.h"
+#include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/mma.cuh"
 

@@ -1,7 +1,6 @@
 /* Steps that the backward passes of a layer and of a projection share. */
 #pragma once
 
-#include "cuda/backward/backward.h"
 #include "cuda/backward/gradients.h"
 #include "cuda/backward/products.h"
 #include "cuda/layer/alignment.cuh"

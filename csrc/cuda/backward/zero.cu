@@ -1,6 +1,6 @@
 /* Zeroes a gradient to which no row contributes; of a sparse one, the matrices whose index is in
  * `pairs`. A CTA zeroes a row. */
-#include "cuda/backward/backward.h"
+#include "cuda/backward/gradients.h"
 #include "cuda/launch/kernel_launch.cuh"
 #include "cuda/ptx/pdl.cuh"
 
