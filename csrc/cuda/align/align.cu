@@ -16,13 +16,12 @@ moelora_sort_scratch moelora_cuda_take_scratch(const moelora_routes *routes,
   moelora_sort_scratch parts = {};
   const size_t tokens = plan->tokens.table_bytes, rows = plan->rows.table_bytes;
   if (plan->tokens.variant) {
-    parts.order = (int32_t *)moelora_take_array(arena, (size_t)routes->num_tokens, 4);
+    take_array(arena, &parts.order, (size_t)routes->num_tokens);
     if (mode == MOELORA_ALIGN_UNIFORM) {
-      const size_t count = (size_t)routes->num_rows;
-      parts.row = (int32_t *)moelora_take_array(arena, count, 4);
-      parts.expert = (int32_t *)moelora_take_array(arena, count, 4);
-      parts.adapter = (int32_t *)moelora_take_array(arena, count, 4);
-      parts.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+      take_array(arena, &parts.row, (size_t)routes->num_rows);
+      take_array(arena, &parts.expert, (size_t)routes->num_rows);
+      take_array(arena, &parts.adapter, (size_t)routes->num_rows);
+      take_array(arena, &parts.count, 1);
     }
   }
   if (tokens || rows)
@@ -236,14 +235,13 @@ moelora_status moelora_cuda_align_rows(const moelora_routes *from, const moelora
 moelora_sorted_rows moelora_cuda_take_sorted(const moelora_routes *routes,
                                              const moelora_align_plan *plan, moelora_arena *arena) {
   moelora_sorted_rows sorted = {};
-  const size_t bytes = sizeof(int32_t) * (size_t)routes->num_rows;
-  sorted.row = (int32_t *)moelora_take(arena, bytes);
-  sorted.expert = (int32_t *)moelora_take(arena, bytes);
-  sorted.adapter = (int32_t *)moelora_take(arena, bytes);
-  sorted.count = (int32_t *)moelora_take(arena, sizeof(int32_t));
+  const size_t rows = (size_t)routes->num_rows;
+  take_array(arena, &sorted.row, rows);
+  take_array(arena, &sorted.expert, rows);
+  take_array(arena, &sorted.adapter, rows);
+  take_array(arena, &sorted.count, 1);
   if (plan->segments > 0)
-    sorted.segments =
-        (moelora_segment *)moelora_take(arena, sizeof(moelora_segment) * (size_t)plan->segments);
+    take_array(arena, &sorted.segments, (size_t)plan->segments);
   sorted.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
   return sorted;
 }

@@ -27,8 +27,7 @@ struct BackwardLayout {
   float *dt; // [position, dt_parts]
   int32_t dt_parts;
   void *h;  // [P, I]
-  void *dz; // [P, K]; `slots` uses the same memory
-  float *slots;
+  void *dz; // [P, K]; later the slots of split sums
   size_t bytes;
 };
 
@@ -107,7 +106,7 @@ moelora_gradients_launch describe_gradients(const moelora_experts_backward_probl
   g.dtype = p->dtype;
   g.top_k = p->routes.top_k;
   g.accumulate = b->accumulate;
-  g.slots = l->slots;
+  g.slots = (float *)l->dz;
   if (has_adapters(&p->routes, &p->w13_lora))
     add_gradients_of_w13(&g, b, l);
   if (has_adapters(&p->routes, &p->w2_lora))
@@ -143,8 +142,7 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     l.yb13 = moelora_take(&arena, bytes_of(by_position, moelora_padded_columns(&p->w13_lora)));
   if (needs->v) {
     l.dt_parts = (int32_t)((p->intermediate + MOELORA_DT_OUTPUTS - 1) / MOELORA_DT_OUTPUTS);
-    l.dt = (float *)moelora_take_array(&arena, moelora_times(by_position, (size_t)l.dt_parts),
-                                       sizeof(float));
+    take_array(&arena, &l.dt, moelora_times(by_position, (size_t)l.dt_parts));
     if (!b->overwrites_gate_up)
       l.dgu = moelora_take(&arena, bytes_of(rows, p->w13.n));
   }
@@ -159,7 +157,6 @@ BackwardLayout lay_out(const moelora_experts_backward_problem *b, const moelora_
     slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }
   l.dz = moelora_take(&arena, dz_bytes > slot_bytes ? dz_bytes : slot_bytes);
-  l.slots = (float *)l.dz;
   l.bytes = arena.used;
   return l;
 }

@@ -18,8 +18,7 @@ struct GemmBackwardLayout {
   moelora_gradient_rows rows; // only if gradients of factors are requested
   void *dout;                 // [P, dout_stride] if dout is copied
   void *yb, *xa;              // [position, slices, padded rank]
-  void *dz;                   // [P, K] by flat row, if needed; shares memory with `slots`
-  float *slots;
+  void *dz;                   // [P, K] by flat row, if needed; later the slots of split sums
   size_t bytes;
 };
 
@@ -54,7 +53,7 @@ moelora_gradients_launch describe_gradients(const moelora_gemm_backward_problem 
   g.dtype = p->dtype;
   g.top_k = p->routes.top_k;
   g.accumulate = b->accumulate;
-  g.slots = l->slots;
+  g.slots = (float *)l->dz;
   if (!has_adapters(&p->routes, lora))
     return g;
   const int64_t slice = moelora_padded_rank(lora->max_rank), slices = lora->num_slices;
@@ -120,7 +119,6 @@ GemmBackwardLayout lay_out(const moelora_gemm_backward_problem *b,
     slot_bytes = moelora_cuda_gradient_slot_bytes(&g, &l.rows);
   }
   l.dz = moelora_take(&arena, dz_bytes > slot_bytes ? dz_bytes : slot_bytes);
-  l.slots = (float *)l.dz;
   l.bytes = arena.used;
   return l;
 }

@@ -195,18 +195,15 @@ moelora_gradient_parts take_parts(int64_t groups, int64_t rows, bool zeroes, int
   parts.max_parts = (zeroes || groups < rows ? groups : rows) + rows / part;
   parts.max_splits = splits;
   parts.max_slots = splits ? 2 * splits + 1 : 0;
-  parts.part = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.max_parts,
-                                                           sizeof(moelora_gradient_part));
-  parts.split = (moelora_gradient_split *)moelora_take_array(arena, (size_t)splits,
-                                                             sizeof(moelora_gradient_split));
+  take_array(arena, &parts.part, (size_t)parts.max_parts);
+  take_array(arena, &parts.split, (size_t)splits);
   parts.few_rows = few_rows;
   if (few_rows) {
     parts.max_few = zeroes || groups < rows ? groups : rows;
-    parts.few = (moelora_gradient_part *)moelora_take_array(arena, (size_t)parts.max_few,
-                                                            sizeof(moelora_gradient_part));
+    take_array(arena, &parts.few, (size_t)parts.max_few);
   }
-  parts.few_counter = (uint64_t *)moelora_take(arena, sizeof(uint64_t));
-  parts.count = (int32_t *)moelora_take(arena, 3 * sizeof(int32_t));
+  take_array(arena, &parts.few_counter, 1);
+  take_array(arena, &parts.count, 3);
   return parts;
 }
 
@@ -221,16 +218,15 @@ moelora_gradient_rows moelora_cuda_take_gradient_rows(const moelora_routes *rout
   list.zeroes = uses->zeroes;
   list.given = uses->pairs;
   list.num_sparse = uses->num_sparse;
-  list.position = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
-  list.row = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
-  list.token = (int32_t *)moelora_take_array(arena, rows, sizeof(int32_t));
+  take_array(arena, &list.position, rows);
+  take_array(arena, &list.row, rows);
+  take_array(arena, &list.token, rows);
   if (uses->weighted)
-    list.weight = (float *)moelora_take_array(arena, rows, sizeof(float));
-  list.segments = (moelora_segment *)moelora_take_array(
-      arena, (size_t)(pairs + routes->num_experts), sizeof(moelora_segment));
-  list.begin = (int32_t *)moelora_take_array(arena, (size_t)pairs + 1, sizeof(int32_t));
+    take_array(arena, &list.weight, rows);
+  take_array(arena, &list.segments, (size_t)(pairs + routes->num_experts));
+  take_array(arena, &list.begin, (size_t)pairs + 1);
   if (uses->pairs)
-    list.sparse = (int32_t *)moelora_take_array(arena, (size_t)pairs, sizeof(int32_t));
+    take_array(arena, &list.sparse, (size_t)pairs);
   list.pairs = take_parts(pairs, routes->num_rows, uses->zeroes, uses->few_rows, arena);
   if (uses->shared)
     list.adapters = take_parts(routes->max_loras, routes->num_rows, uses->zeroes, 0, arena);

@@ -42,13 +42,12 @@ DecodeLayout lay_out(const moelora_experts_problem *p, const moelora_exec *exec)
   const size_t rows = (size_t)p->routes.num_rows;
   const size_t ctas = (size_t)kMaxResident * (size_t)moelora_cuda_num_sms(exec->device_index);
   DecodeLayout l;
-  l.digests = (uint32_t *)moelora_take(&arena, sizeof(uint32_t) * kCopies * digest_pitch(ctas));
-  l.snapshot = (RoutingSnapshot *)moelora_take(&arena, sizeof(RoutingSnapshot));
-  const size_t inner = (size_t)p->intermediate;
-  l.h = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, inner), 2);
+  take_array(&arena, &l.digests, kCopies * digest_pitch(ctas));
+  take_array(&arena, &l.snapshot, 1);
+  take_array(&arena, &l.h, moelora_times(rows, (size_t)p->intermediate));
   for (int i = 0; i < 2; i++) {
     const size_t columns = (size_t)moelora_padded_columns(i ? &p->w2_lora : &p->w13_lora);
-    l.xa[i] = (uint16_t *)moelora_take_array(&arena, moelora_times(rows, columns), 2);
+    take_array(&arena, &l.xa[i], moelora_times(rows, columns));
   }
   l.bytes = arena.used;
   return l;

@@ -18,6 +18,11 @@
 constexpr int32_t kRanks = MOELORA_RANKS;
 static_assert(MOELORA_SORT_KEYS <= INT32_MAX / kRanks, "every adapter that a sort knows has one");
 
+/* Allocates an array of `count` elements. */
+template <class T> void take_array(moelora_arena *arena, T **array, size_t count) {
+  *array = (T *)moelora_take_array(arena, count, sizeof(T));
+}
+
 /* Returns the columns of a slice of the shrink output: the rank, rounded up to a multiple of 16, so
  * that a k16 step never covers two slices. */
 static inline __host__ __device__ int32_t moelora_padded_rank(int32_t rank) {

@@ -18,7 +18,7 @@ struct Alignment {
 inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from,
                                 const moelora_variant *variant, int64_t counters, int count,
                                 const moelora_align_plan *plan, bool summed, bool weighted) {
-  Alignment a;
+  Alignment a = {};
   a.routes = moelora_cuda_take_routes(from, false, arena);
   const moelora_routes *routes = &a.routes;
   moelora_blocks *blocks = &a.blocks;
@@ -27,24 +27,23 @@ inline Alignment take_alignment(moelora_arena *arena, const moelora_routes *from
   blocks->grain = moelora_is_token_major(variant->format, variant->block_m) ? 64 : 8;
   blocks->max_blocks = moelora_max_blocks(routes, blocks->rows, blocks->cluster);
   const size_t most = (size_t)blocks->max_blocks, rows = most * blocks->rows;
-  blocks->sorted_ids = (int32_t *)moelora_take(arena, 4 * rows);
-  blocks->expert_ids = (int32_t *)moelora_take(arena, 4 * most);
-  blocks->counts = (int32_t *)moelora_take(arena, 4 * most);
-  blocks->pairs =
-      blocks->cluster < variant->cluster ? (int32_t *)moelora_take(arena, 4 * most) : nullptr;
-  blocks->packed_ranks =
-      routes->token_lora_mapping.data ? (int32_t *)moelora_take(arena, 4 * rows) : nullptr;
-  blocks->positions =
-      summed ? (int32_t *)moelora_take(arena, 4 * (size_t)routes->num_rows) : nullptr;
-  blocks->weights = weighted ? (float *)moelora_take(arena, 4 * rows) : nullptr;
-  blocks->num_post = (int32_t *)moelora_take(arena, 4);
+  take_array(arena, &blocks->sorted_ids, rows);
+  take_array(arena, &blocks->expert_ids, most);
+  take_array(arena, &blocks->counts, most);
+  if (blocks->cluster < variant->cluster)
+    take_array(arena, &blocks->pairs, most);
+  if (routes->token_lora_mapping.data)
+    take_array(arena, &blocks->packed_ranks, rows);
+  if (summed)
+    take_array(arena, &blocks->positions, (size_t)routes->num_rows);
+  if (weighted)
+    take_array(arena, &blocks->weights, rows);
+  take_array(arena, &blocks->num_post, 1);
   blocks->num_counters = (int64_t)moelora_times((size_t)count, (size_t)counters);
-  blocks->tile_counters = (int32_t *)moelora_take_array(arena, (size_t)blocks->num_counters, 4);
+  take_array(arena, &blocks->tile_counters, (size_t)blocks->num_counters);
   a.counters = counters;
-  const size_t segments = (size_t)plan->segments;
-  blocks->segments =
-      segments ? (moelora_segment *)moelora_take(arena, segments * sizeof(moelora_segment))
-               : nullptr;
+  if (plan->segments)
+    take_array(arena, &blocks->segments, (size_t)plan->segments);
   a.scratch = moelora_cuda_take_scratch(routes, MOELORA_ALIGN_SEGMENTED, plan, arena);
   return a;
 }

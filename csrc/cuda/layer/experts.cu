@@ -74,7 +74,7 @@ QuantizedRows take_quantized(moelora_arena *arena, const moelora_variant *varian
   q.values = moelora_take_array(arena, moelora_times(rows, (size_t)q.stride),
                                 variant->needs == MOELORA_SM90 ? 1 : 2);
   const size_t groups = (size_t)(q.stride / moelora_x_group(w->format));
-  q.scales = (float *)moelora_take_array(arena, moelora_times(rows, groups), sizeof(float));
+  take_array(arena, &q.scales, moelora_times(rows, groups));
   return {q, false};
 }
 
