@@ -9,12 +9,6 @@
 
 namespace {
 
-/* Rows z, before the sum over top_k. */
-struct Waiting {
-  void *data; // [P, stride]
-  int64_t stride;
-};
-
 /* Buffers of up to two projections; the second reads `act`, which the first writes. */
 struct DeltaLayout {
   moelora_factors lora[2]; // of the dtype
@@ -23,7 +17,8 @@ struct DeltaLayout {
   moelora_sorted_rows sorted;
   void *xa[2]; // [P, slices, padded rank]
   void *act;   // [P, k of the second]
-  Waiting z;
+  void *z;     // [P, z_stride] rows before the sum over top_k
+  int64_t z_stride;
   uint8_t *written; // [P] whether the expand wrote row p of z; NULL: see moelora_sum_launch
   size_t bytes;
 };
@@ -49,10 +44,10 @@ DeltaLayout lay_out(const moelora_delta_problem *p, int count, const moelora_del
   if (count > 1)
     l.act = moelora_take_array(&arena, moelora_times(rows, (size_t)last->k), 2);
   if (last->sum_top_k) {
-    l.z.stride = (last->columns + 7) / 8 * 8;
-    l.z.data = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z.stride), 2);
+    l.z_stride = (last->columns + 7) / 8 * 8;
+    l.z = moelora_take_array(&arena, moelora_times(rows, (size_t)l.z_stride), 2);
     if (listed)
-      l.written = (uint8_t *)moelora_take(&arena, rows);
+      take_array(&arena, &l.written, rows);
   }
   l.bytes = arena.used;
   return l;
@@ -105,9 +100,9 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
   s.scalings = p->routes.lora_scalings ? routes->lora_scalings : nullptr;
   e.after_shrink = p->k > 0;
   e.topk_weights = p->mul_routed_weight ? routes->topk_weights : nullptr;
-  e.out = p->sum_top_k ? l->z.data : p->out ? p->out : l->act;
-  e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z.stride : p->out_stride[0];
-  e.out_stride[1] = p->sum_top_k ? l->z.stride : p->out_stride[1];
+  e.out = p->sum_top_k ? l->z : p->out ? p->out : l->act;
+  e.out_stride[0] = p->sum_top_k ? routes->top_k * l->z_stride : p->out_stride[0];
+  e.out_stride[1] = p->sum_top_k ? l->z_stride : p->out_stride[1];
   e.add = !p->sum_top_k && p->add_inputs;
   e.silu_and_mul = !p->sum_top_k && p->silu_and_mul;
   e.written = l->written;
@@ -120,8 +115,8 @@ moelora_status project(const moelora_delta_problem *p, const DeltaLayout *l, int
 
   moelora_sum_launch sum = {};
   sum.routes = *routes;
-  sum.z = l->z.data;
-  sum.z_stride = l->z.stride;
+  sum.z = l->z;
+  sum.z_stride = l->z_stride;
   sum.written = l->written;
   sum.max_rank = p->lora.max_rank;
   sum.add = p->add_inputs;
