@@ -33,6 +33,22 @@ class Interface:
     fields: Table = field(default_factory=dict)
 
 
+def interface(text: str) -> Interface:
+    """An API as text: a module in a line, below it "table name parameters" for each of its names.
+
+    What does not fit into a line is continued in one that begins with the same table and name.
+    """
+    found, module = Interface(), ""
+    for first, *rest in filter(None, map(str.split, text.splitlines())):
+        if not rest:
+            module = first
+            continue
+        name, *parameters = rest
+        names = getattr(found, first).setdefault(module, {})
+        names[name] = " ".join((*names.get(name, "").split(), *parameters))
+    return found
+
+
 def is_absent(module: str, error: ImportError) -> bool:
     """Whether it is `module`, or a package of it, that the error does not find."""
     return f"{module}.".startswith(f"{error.name}.")
