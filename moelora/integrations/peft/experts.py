@@ -14,6 +14,7 @@ from torch import nn
 
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
+from moelora.integrations import setting
 from moelora.integrations.peft import linears, sources, training
 from moelora.integrations.peft.parallel import Part, Passing, begin
 from moelora.integrations.peft.wrappers import factors_of, rank_of
@@ -168,12 +169,8 @@ class AttachedExperts:
                 where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
             raise RuntimeError(where)
         self.take_layers()
-        outer = self.now.shape
-        try:
-            self.now.shape = batch_shape(args, kwargs)
+        with setting(self.now, "shape", batch_shape(args, kwargs)):
             return forward(*args, **kwargs)
-        finally:
-            self.now.shape = outer
 
     @property
     def configs(self) -> Mapping[str, Any]:
@@ -309,7 +306,8 @@ class AttachedExperts:
         part = self.parts.get(layer)
         if part is None or part.shard.axis != "experts":
             return experts(*args, adapters=adapters, **kwargs)
-        with self.passing.call(adapters):  # which transformers' exchange does not pass on
+        # transformers' exchange does not pass them on.
+        with setting(self.passing, "arguments", adapters):
             return experts(*args, **kwargs)
 
     def _token_mapping(

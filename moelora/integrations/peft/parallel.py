@@ -14,8 +14,7 @@ averaged over them as a backward ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -185,14 +184,6 @@ class Passing(threading.local):
             return {}
         slots = self.arguments["token_lora_mapping"][:1].expand(hidden_states.size(0))
         return {**self.arguments, "token_lora_mapping": slots.contiguous()}
-
-    @contextmanager
-    def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        outer, self.arguments = self.arguments, arguments
-        try:
-            yield
-        finally:
-            self.arguments = outer
 
 
 def begin(model: nn.Module, base: PreTrainedModel, split: Iterable[nn.Module]) -> None:

@@ -13,6 +13,7 @@ import torch
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.columns import Layout
 from moelora.adapters.names import check_name
+from moelora.integrations import setting
 from moelora.integrations.transformers.calls import IMPLEMENTATION, no_adapters, take_adapter_names
 from moelora.integrations.transformers.deltas import install, uninstall
 from moelora.integrations.transformers.experts import activation_of, lay_out
@@ -387,13 +388,8 @@ def use_adapters(
     """
     check_count("expand", expand)
     serving = _serving(model)
-    with serving.hold(names, expand) as rows:
-        outer = serving.now.rows
-        try:
-            serving.now.rows = rows
-            yield
-        finally:
-            serving.now.rows = outer
+    with serving.hold(names, expand) as rows, setting(serving.now, "rows", rows):
+        yield
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ import transformers
 from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
 from moelora.adapters.names import BASE
+from moelora.integrations import setting
 from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.serving import WAIT_S, Serving
@@ -122,11 +123,8 @@ def _generate_batch(
     prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
     # With host memory, each request loads its adapter when a slot is free.
     with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
-        try:
-            serving.now.rows = None  # requests have their own from here on
+        with setting(serving.now, "rows", None):  # requests have their own from here on
             return generate_batch(self, prompts, *args, **kwargs)
-        finally:
-            serving.now.rows = rows
 
 
 def _init(

@@ -15,6 +15,7 @@ from moelora.adapters.held import Held
 from moelora.adapters.linears import LinearFactors
 from moelora.adapters.names import BASE, listed
 from moelora.adapters.slots import LayerFactors
+from moelora.integrations import setting
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens
 
@@ -167,12 +168,8 @@ class Serving:
     ) -> Any:
         if torch.is_grad_enabled():
             self._check_checkpointing()
-        outer = self.now.tokens
-        try:
-            self.now.tokens = tokens
+        with setting(self.now, "tokens", tokens):
             return forward(*args, **kwargs)
-        finally:
-            self.now.tokens = outer
 
     def _check_checkpointing(self) -> None:
         """Raises RuntimeError if a layer would be repeated without the adapters of its rows."""
@@ -192,16 +189,7 @@ class Serving:
 
         That happens in the backward, after the pass and maybe in another thread.
         """
-        return nullcontext(), self._again(self.now.tokens)
-
-    @contextmanager
-    def _again(self, tokens: Tokens | None) -> Iterator[None]:
-        outer = self.now.tokens
-        try:
-            self.now.tokens = tokens
-            yield
-        finally:
-            self.now.tokens = outer
+        return nullcontext(), setting(self.now, "tokens", self.now.tokens)
 
     def _tokens(self, rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens:
         shape = batch_shape(args, kwargs)
@@ -315,15 +303,6 @@ class Serving:
         if tokens is None:
             return hidden_states.new_full(hidden_states.shape[:1], -1, dtype=torch.int32)
         return tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
-
-    @contextmanager
-    def travelled(self, slots: torch.Tensor) -> Iterator[None]:
-        """Within the context, experts get rows of any process's batch, with these slots."""
-        try:
-            self.now.travelled = slots
-            yield
-        finally:
-            self.now.travelled = None
 
 
 def slots_of_requests(kwargs: Mapping[str, Any]) -> torch.Tensor | None:

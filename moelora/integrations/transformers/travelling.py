@@ -19,6 +19,7 @@ from transformers.distributed.expert_parallel import (
     EPImplementationInterface,
 )
 
+from moelora.integrations import setting
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.serving import Serving
 
@@ -50,7 +51,7 @@ class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers
         columns = rows.size(1) - 4 // rows.element_size()  # slots have 4 bytes
         slots = rows[:, columns:].detach().contiguous().view(torch.int32)[:, 0]
         hidden_states = rows[:, :columns].contiguous()
-        with self.experts._moelora.travelled(slots):
+        with setting(self.experts._moelora.now, "travelled", slots):
             result: Tensor = self.experts_forward(hidden_states, expert_ids, weights)
         return result
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from moelora.integrations import setting
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as max_lora_rank
 NAME = "policy"
 
@@ -102,8 +104,5 @@ def _starting_with_lora(trainer: Any) -> Iterator[None]:
     if engine is None:  # TRL says itself that vLLM is not installed
         yield
         return
-    place.LLM = start
-    try:
+    with setting(place, "LLM", start):
         yield
-    finally:
-        place.LLM = engine

@@ -11,13 +11,13 @@ expert ids, padded counts, mapping); here they are (None, topk_ids, expert_map, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moelora.integrations import reason_against_device
+from moelora.integrations import reason_against_device, setting
 from moelora.integrations.vllm import UNEXPECTED, race, say_once, unexpected, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 from moelora.operators.delta import moe_lora_down_delta, moe_lora_gate_up_delta
@@ -36,15 +36,9 @@ def install() -> None:
 _local = threading.local()  # calls that vLLM's own kernels add the adapters of
 
 
-@contextmanager
-def left() -> Iterator[None]:
+def left() -> AbstractContextManager[None]:
     """Leave the adapters of a layer to vLLM's own kernels."""
-    before = getattr(_local, "left", False)
-    _local.left = True
-    try:
-        yield
-    finally:
-        _local.left = before
+    return setting(_local, "left", True)
 
 
 def remember_ranks(ctx: Any, ranks: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
+from moelora.integrations import setting
 from moelora.integrations.vllm import OWN_PATH, adapters, interface, race, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
 from moelora.operators.experts import fused_experts_lora
@@ -83,7 +85,8 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
         )
 
     def _sides(self, call: Call, tokens: int, adapters: bool) -> race.Sides:
-        local = getattr(self._lora_context, "local_token_lora_mapping", None)
+        ctx = self._lora_context
+        local = getattr(ctx, "local_token_lora_mapping", None)  # of tokens of all ranks
         hidden = call.hidden_states[:tokens]
         part = call._replace(
             output=torch.empty_like(hidden),  # the call's shares memory with its workspace
@@ -97,16 +100,12 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
 
         def side(run: Callable[[Call], None]) -> Callable[[], None]:
             def call_it() -> None:
-                ctx = self._lora_context
-                self._lora_context = ctx if adapters else None
-                if local is not None:  # of tokens of all ranks
-                    ctx.local_token_lora_mapping = local[:tokens]
-                try:
-                    run(part)
-                finally:
-                    self._lora_context = ctx
+                with ExitStack() as stack:
+                    stack.enter_context(setting(self, "_lora_context", ctx if adapters else None))
                     if local is not None:
-                        ctx.local_token_lora_mapping = local
+                        mapping = setting(ctx, "local_token_lora_mapping", local[:tokens])
+                        stack.enter_context(mapping)
+                    run(part)
 
             return call_it
 

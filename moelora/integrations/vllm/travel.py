@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelora.integrations import setting
 from moelora.integrations.vllm import say_once, wrap
 
 NONE = -1  # no adapter; ids of dummies are below it
@@ -178,12 +179,9 @@ def _sending_ids(
         return prepare(self, a1, *args, **named)
     slots = slots_of(ctx.punica_wrapper, ctx.w2_lora_a_stacked[0].size(0))
     meta = ctx.punica_wrapper.token_mapping_meta
-    own = meta.token_lora_mapping
-    meta.token_lora_mapping = slots.to_ids(own[: a1.shape[0]])
-    try:
+    ids = slots.to_ids(meta.token_lora_mapping[: a1.shape[0]])
+    with setting(meta, "token_lora_mapping", ids):
         prepared = prepare(self, a1, *args, **named)
-    finally:
-        meta.token_lora_mapping = own
     if ctx.local_token_lora_mapping is not None:
         ctx.local_token_lora_mapping = slots.to_slots(ctx.local_token_lora_mapping)
     return prepared
