@@ -56,11 +56,18 @@ def batched_experts_lora(
     ValueError, TypeError, NotImplementedError
         As `fused_experts_lora` does, and for shapes other than these, before anything is written.
     """
-    for name, tensor in (
-        ("hidden_states", hidden_states),
-        ("expert_num_tokens", expert_num_tokens),
-        ("token_lora_mapping", token_lora_mapping),
-        ("out", out),
+    if hidden_states.dim() != 3:
+        raise ValueError(
+            f"hidden_states has {hidden_states.dim()} dimensions, expected 3: experts, rows of "
+            "each, columns"
+        )
+    experts, rows, columns = hidden_states.shape
+    each = ": one number for each block of hidden_states"
+    for name, tensor, shape, why in (
+        ("hidden_states", hidden_states, (experts, rows, columns), ""),
+        ("expert_num_tokens", expert_num_tokens, (experts,), each),
+        ("token_lora_mapping", token_lora_mapping, (experts, rows), ""),
+        ("out", out, (experts, rows, columns), ""),
     ):
         if tensor is None:
             continue
@@ -69,25 +76,10 @@ def batched_experts_lora(
             raise ValueError(
                 f"{name} is on {tensor.device}, expected {hidden_states.device} as hidden_states"
             )
-    if hidden_states.dim() != 3:
-        raise ValueError(
-            f"hidden_states has {hidden_states.dim()} dimensions, expected 3: experts, rows of "
-            "each, columns"
-        )
-    experts, rows, columns = hidden_states.shape
-    if expert_num_tokens.shape != (experts,):
-        raise ValueError(
-            f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}, expected ({experts},): "
-            "one number for each block of hidden_states"
-        )
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}{why}")
     if expert_num_tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"expert_num_tokens is {expert_num_tokens.dtype}, expected int32 or int64")
-    for name, tensor, shape in (
-        ("token_lora_mapping", token_lora_mapping, (experts, rows)),
-        ("out", out, (experts, rows, columns)),
-    ):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
     if out is not None and not out.is_contiguous():
         raise ValueError("out is not contiguous")
     if not len(w13.shape) or w13.shape[0] != experts:
