@@ -37,20 +37,19 @@ class LegacyRunner:
     def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
         """The layer between dispatch and combine."""
         reason = self.reason_against(dispatch_output, lora_info)
-        if reason:
-            self.say(f"a batch is not supported: {reason}")
-            return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
-        # A captured graph is replayed with adapters, even if captured without.
-        active = lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph
-        batch = ranks = None
-        if active:
-            mapping, ranks = lora_info.token_lora_mapping, lora_info.lora_ranks
-            batch = SimpleNamespace(token_lora_mapping=mapping, **_factors(lora_info))
-        try:
-            return self.layer.experts(dispatch_output, batch, ranks)
-        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
-            self.say(f"a batch is not supported: {refusal}")
-            return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
+        if reason is None:
+            # A captured graph is replayed with adapters, even if captured without.
+            active = lora_info.has_active_lora or self.lora_backend.batch_info.use_cuda_graph
+            batch = ranks = None
+            if active:
+                mapping, ranks = lora_info.token_lora_mapping, lora_info.lora_ranks
+                batch = SimpleNamespace(token_lora_mapping=mapping, **_factors(lora_info))
+            try:
+                return self.layer.experts(dispatch_output, batch, ranks)
+            except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+                reason = str(refusal)
+        self.say(f"a batch is not supported: {reason}")
+        return self.own.run(dispatch_output, quant_info, lora_info=lora_info)
 
     def reason_against(self, dispatch_output: Any, info: Any) -> str | None:
         """Why moelora cannot run this batch, or None."""
