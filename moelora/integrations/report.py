@@ -22,20 +22,19 @@ class Part:
     why: str = ""
 
 
-def part(layers: str, cls: str, needed: Interface) -> Part:
-    """The part that runs if the installed engine has what is needed."""
+def part(
+    layers: str, cls: str, needed: Interface, off: Callable[[], str | None] = lambda: None
+) -> Part:
+    """The part that runs if the installed engine has what is needed, unless it is off for a reason.
+
+    A release without the first replaced function has no such layers.
+    """
     difference = problem(needed)
-    if difference is None:
-        return Part(layers, cls, "moelora")
-    if difference == f"there is no {_first(needed)}":
-        return Part(layers, cls, "absent")
-    return Part(layers, cls, "own", difference)
-
-
-def _first(needed: Interface) -> str:
-    """Full name of the first replaced function; a release without it has no such layers."""
     module, names = next(iter(needed.replaced.items()))
-    return f"{module}.{next(iter(names))}"
+    if difference == f"there is no {module}.{next(iter(names))}":
+        return Part(layers, cls, "absent")
+    why = difference or off()
+    return Part(layers, cls, "own", why) if why else Part(layers, cls, "moelora")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moelora.integrations import switched_on
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.vllm import PREFETCH, SWITCH, interface, linear, problem_here
@@ -19,18 +17,15 @@ def parts() -> list[Part]:
     for method in FORMATS.values():
         functions = next(iter(method.needed.replaced.values()))
         cls = next(iter(functions)).partition(".")[0]
-        one = part(method.about, cls, method.needed)
-        if one.runs == "moelora" and quantized:
-            one = replace(one, runs="own", why=quantized)
-        found.append(one)
-    adapters = part("adapters of layers that stay with vLLM", "PunicaWrapperGPU", interface.DELTAS)
-    linears = part("adapters of linear layers", "PunicaWrapperGPU", interface.LINEAR)
-    if linears.runs == "moelora" and (why := linear.off_here()):
-        linears = replace(linears, runs="own", why=why)
-    copies = part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH)
-    if copies.runs == "moelora" and not switched_on(PREFETCH):
-        copies = replace(copies, runs="own", why=f"no {PREFETCH}=1")
-    return [*found, adapters, linears, copies]
+        found.append(part(method.about, cls, method.needed, lambda: quantized))
+    not_ahead = None if switched_on(PREFETCH) else f"no {PREFETCH}=1"
+    punica = "PunicaWrapperGPU"
+    return [
+        *found,
+        part("adapters of layers that stay with vLLM", punica, interface.DELTAS),
+        part("adapters of linear layers", punica, interface.LINEAR, linear.off_here),
+        part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH, lambda: not_ahead),
+    ]
 
 
 REPORT = Report(
