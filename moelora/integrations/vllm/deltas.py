@@ -85,29 +85,25 @@ def _gathered(rank: int) -> Callable[[Tensor], Tensor]:
 
 
 def _add(
-    delta: Callable[..., Tensor],
     self: Any,
+    call: GateUp | Down,
     out: Tensor,
-    x: Tensor,
-    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
-    routes: tuple[Tensor, Tensor, Tensor | None, Tensor],
-    adapter_enabled: Tensor,
+    routes: tuple[Tensor, Tensor | None, Tensor],
     experts: int,
-    offset: int | None,
-    mul_routed_weight: bool,
-    add_inputs: bool,
+    offset: int,
 ) -> None:
-    """Adds the adapters of one projection by the operator `delta`.
+    """Adds the adapters of one projection.
 
-    routes: (topk_weights, topk_ids, expert_map, token_lora_mapping)
-    offset: with `fully_sharded_loras` the first of this rank's columns of `out`, otherwise None
+    routes: (topk_ids, expert_map, token_lora_mapping)
+    offset: with `fully_sharded_loras` the first of this rank's columns of `out`
     """
-    a, b = map(_factors, stacks)
-    weights, ids, expert_map, mapping = routes
-    if offset is not None:  # ranks exchange data between shrink and expand
+    a, b = _factors(call.lora_a_stacked), _factors(call.lora_b_stacked)
+    weights, is_down = call.topk_weights, isinstance(call, Down)
+    ids, expert_map, mapping = routes
+    if call.fully_sharded:  # ranks exchange data between shrink and expand
         fused_moe_lora(
             out,
-            x,
+            call.x,
             a,
             b,
             weights,
@@ -119,30 +115,31 @@ def _add(
             weights.size(1),
             None,
             None,
-            adapter_enabled,
+            call.adapter_enabled,
             *TILES,
             *TILES,
-            mul_routed_weight,
+            is_down,
             True,
             offset,
-            add_inputs,
+            call.add_inputs,
             num_experts=experts,
             gather=_gathered(b[0].size(-1)),
         )
         return
+    delta: Callable[..., Tensor] = moe_lora_down_delta if is_down else moe_lora_gate_up_delta
     delta(
-        x,
-        weights if mul_routed_weight else None,
+        call.x,
+        weights if is_down else None,
         ids,
         token_lora_mapping=mapping,
         lora_a=a,
         lora_b=b,
         lora_ranks=_ranks(self, a),
-        adapter_enabled=adapter_enabled,
+        adapter_enabled=call.adapter_enabled,
         expert_map=expert_map,
         num_experts=experts,
-        mul_routed_weight=mul_routed_weight,
-        add_inputs=add_inputs,
+        mul_routed_weight=is_down,
+        add_inputs=call.add_inputs,
         out=out,
     )
 
@@ -173,21 +170,18 @@ class GateUp(NamedTuple):
 
 
 def _gate_up(add_lora_w13: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
-    if reason := reason_against_device():
+    reason = reason_against_device()
+    if reason is None and not getattr(_local, "left", False):
+        try:
+            call = GateUp(*args, **named)
+            if _is_ours(add_lora_w13, self, call):
+                return _add_gate_up(self, call)
+        except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
+            reason = str(refusal)
+        except UNEXPECTED as error:
+            reason = unexpected(error)
+    if reason is not None:
         say_once(f"{reason}; {OWN_ADAPTERS}")
-        return add_lora_w13(self, *args, **named)
-    if getattr(_local, "left", False):
-        return add_lora_w13(self, *args, **named)
-    try:
-        call = GateUp(*args, **named)
-        if not _is_ours(add_lora_w13, self, call):
-            return add_lora_w13(self, *args, **named)
-        return _add_gate_up(self, call)
-    except (ValueError, NotImplementedError) as refusal:  # nothing is written yet
-        reason = str(refusal)
-    except UNEXPECTED as error:
-        reason = unexpected(error)
-    say_once(f"{reason}; {OWN_ADAPTERS}")
     return add_lora_w13(self, *args, **named)
 
 
@@ -234,20 +228,9 @@ def _add_gate_up(
     mapping = mapping_of(self, call.num_tokens, call.token_lora_mapping)
     if mapping is None:
         return None, None, None, None
-    _add(
-        moe_lora_gate_up_delta,
-        self,
-        call.y.view(-1, call.top_k_num, call.y.size(-1)),
-        call.x,
-        (call.lora_a_stacked, call.lora_b_stacked),
-        (call.topk_weights, call.topk_ids, call.expert_map, mapping),
-        call.adapter_enabled,
-        call.local_num_experts,
-        0 if call.fully_sharded else None,
-        False,
-        call.add_inputs,
-    )
-    return None, call.topk_ids, call.expert_map, mapping
+    out, routes = call.y.view(-1, call.top_k_num, call.y.size(-1)), (call.topk_ids, call.expert_map)
+    _add(self, call, out, (*routes, mapping), call.local_num_experts, 0)
+    return None, *routes, mapping
 
 
 class Down(NamedTuple):
@@ -283,20 +266,11 @@ def _down(add_lora_w2: Callable[..., Any], self: Any, *args: Any, **named: Any) 
     if call.sorted_token_ids_lora is None and topk_ids is None and expert_map is None:
         return  # `_gate_up` found that no token has an adapter
     if call.sorted_token_ids_lora is None and topk_ids is not None and topk_ids.dim() == 2:
-        a, b = call.lora_a_stacked, call.lora_b_stacked
+        experts = call.lora_a_stacked[0].size(1)
+        offset = call.tp_rank * call.lora_b_stacked[0].size(-2)
         try:
             _add(
-                moe_lora_down_delta,
-                self,
-                call.y,
-                call.x,
-                (a, b),
-                (call.topk_weights, topk_ids, expert_map, call.token_lora_mapping),
-                call.adapter_enabled,
-                a[0].size(1),
-                call.tp_rank * b[0].size(-2) if call.fully_sharded else None,
-                True,
-                call.add_inputs,
+                self, call, call.y, (topk_ids, expert_map, call.token_lora_mapping), experts, offset
             )
             return
         except (ValueError, NotImplementedError) as refusal:
