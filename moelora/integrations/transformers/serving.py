@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +32,17 @@ class _Now(threading.local):
         self.travelled: torch.Tensor | None = None  # slots of rows from other processes
 
 
+@dataclass(eq=False)
 class Rows:
     """The adapter of each row, for every batch that a thread passes to a model.
 
     With `layerwise`, copies of adapters may still be in progress, and each layer waits for its own.
     """
 
-    def __init__(
-        self,
-        names: list[str | None],
-        slots: Mapping[torch.device, torch.Tensor],
-        held: Held,
-        layerwise: bool,
-    ) -> None:
-        self.names = names
-        self.slots = slots  # (rows,) int32, on every device of the pool
-        self.held = held
-        self.layerwise = layerwise
+    names: list[str | None]
+    slots: Mapping[torch.device, torch.Tensor]  # (rows,) int32, on every device of the pool
+    held: Held
+    layerwise: bool
 
     def begin_step(self, pool: AdapterPool) -> None:
         """Take new versions of adapters, if they are to be switched to."""
@@ -62,12 +57,6 @@ class Routes(NamedTuple):
 
     topk_ids: torch.Tensor  # (1, 1) int32
     topk_weights: torch.Tensor  # (1, 1) float32
-
-    @classmethod
-    def of(cls, device: torch.device) -> Routes:
-        return cls(
-            torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, 1, device=device)
-        )
 
 
 class Home(NamedTuple):
@@ -129,7 +118,9 @@ class Serving:
         self.layers = {name: pool.layer(name) for name in pool.layers}
         self.linears = {name: pool.linear(name) for name in pool.linears}
         self.devices = {name: place.device for name, place in pool.places.items()}
-        self.routes = {device: Routes.of(device) for device in pool.devices}
+        for device in pool.devices:
+            first = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            self.routes[device] = Routes(first, torch.ones(1, 1, device=device))
         self.configs = configs
         names = {id(module): name for name, module in modules.items()}
         self.homes = {
@@ -152,8 +143,9 @@ class Serving:
             layerwise = not torch.compiler.is_compiling()
             with self.hold(adapter_names, layerwise=layerwise) as rows:
                 return self._pass(self._tokens(rows, args, kwargs), forward, args, kwargs)
-        slots = slots_of_requests(kwargs)
-        if slots is not None:
+        row = getattr(kwargs.get("cache"), "_moelora_row", None)  # of continuous batching
+        if row is not None:
+            slots = kwargs["logits_processor_args"][row]
             return self._pass(self._packed(slots, kwargs), forward, args, kwargs)
         if self.now.rows is not None:
             return self._pass(self._tokens(self.now.rows, args, kwargs), forward, args, kwargs)
@@ -289,12 +281,12 @@ class Serving:
 
     def adapters(self, layer: str, hidden_states: torch.Tensor) -> dict[str, Any]:
         """The adapter arguments of `fused_experts_lora` for one layer."""
-        if self.now.travelled is not None:
-            return {"token_lora_mapping": self.now.travelled, **self.layers[layer]}
-        tokens = self.tokens(layer)
-        if tokens is None:
-            return {}
-        mapping = tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
+        mapping = self.now.travelled
+        if mapping is None:
+            tokens = self.tokens(layer)
+            if tokens is None:
+                return {}
+            mapping = tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
         return {"token_lora_mapping": mapping, **self.layers[layer]}
 
     def slots_of(self, layer: str, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -303,9 +295,3 @@ class Serving:
         if tokens is None:
             return hidden_states.new_full(hidden_states.shape[:1], -1, dtype=torch.int32)
         return tokens.of(layer, hidden_states.shape[:-1], self.devices[layer])
-
-
-def slots_of_requests(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The slots of requests in continuous batching with adapters; None otherwise."""
-    row = getattr(kwargs.get("cache"), "_moelora_row", None)
-    return None if row is None else kwargs["logits_processor_args"][row]

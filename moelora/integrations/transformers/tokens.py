@@ -8,6 +8,7 @@ which requests of any length are concatenated.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,40 +31,23 @@ class Lists(NamedTuple):
     lora_ids: torch.Tensor
 
 
+@dataclass(eq=False)
 class Tokens:
-    """The slots of the tokens of one pass, on every device of a pool.
+    """The slots of the tokens of one pass, on every device of a pool: `slots`, by device, has those
+    of rows, (rows,) int32, or with `packed` those of tokens."""
 
-    Parameters
-    ----------
-    slots : mapping
-        Device -> slot of each row, (rows,) int32; of each token with `packed`.
-    rows, length : int
-        The shape of the batch.
-    packed : bool
-        The batch is one row of several requests.
-    kept : Tensor, optional
-        With `packed`: indices of tokens whose logits are computed.
-    arriving : Held, optional
-        Adapters whose copies each layer waits for.
-    """
+    slots: Mapping[torch.device, torch.Tensor]
+    rows: int
+    length: int
+    packed: bool = False  # the batch is one row of several requests
+    kept: torch.Tensor | None = None  # with `packed`: indices of tokens whose logits are computed
+    arriving: Held | None = None  # adapters whose copies each layer waits for
 
-    def __init__(
-        self,
-        slots: Mapping[torch.device, torch.Tensor],
-        rows: int,
-        length: int,
-        *,
-        packed: bool = False,
-        kept: torch.Tensor | None = None,
-        arriving: Held | None = None,
-    ) -> None:
-        self.slots = slots
-        self.rows = rows
-        self.length = length
-        self.packed = packed
-        self.kept = kept
-        self.arriving = arriving
-        self.all = slots if packed else {d: _spread(s, rows, length) for d, s in slots.items()}
+    def __post_init__(self) -> None:
+        self.all = self.slots
+        if not self.packed:
+            each = {d: s[:, None].expand(-1, self.length) for d, s in self.slots.items()}
+            self.all = {device: slots.reshape(-1) for device, slots in each.items()}
         self._lists: dict[torch.device, Lists] = {}
 
     @property
@@ -107,13 +91,9 @@ class Tokens:
         return self._lists[device]
 
 
-def _spread(slots: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    return slots[:, None].expand(rows, length).reshape(-1)
-
-
 def _sort(mapping: torch.Tensor, adapter_enabled: torch.Tensor) -> Lists:
     slots, tokens, device = adapter_enabled.size(0), mapping.size(0), mapping.device
-    one = torch.zeros(1, 1, dtype=torch.int32, device=device)  # expert of every token
+    experts = torch.zeros(1, 1, dtype=torch.int32, device=device).expand(tokens, 1)
     blocks = -(-tokens // BLOCK)
 
     def table(*shape: int) -> torch.Tensor:
@@ -125,18 +105,7 @@ def _sort(mapping: torch.Tensor, adapter_enabled: torch.Tensor) -> Lists:
         table(slots).zero_(),
         torch.arange(slots, dtype=torch.int32, device=device),
     )
-    moe_lora_align_block_size(
-        one.expand(tokens, 1),
-        mapping,
-        1,
-        BLOCK,
-        slots,
-        blocks * BLOCK,
-        blocks,
-        lists.sorted_token_ids,
-        lists.expert_ids,
-        lists.num_tokens_post_padded,
-        adapter_enabled,
-        lists.lora_ids,
-    )
+    sizes = 1, BLOCK, slots, blocks * BLOCK, blocks  # of one expert
+    enabled = adapter_enabled, lists.lora_ids
+    moe_lora_align_block_size(experts, mapping, *sizes, *lists[:3], *enabled)
     return lists
