@@ -115,51 +115,45 @@ def _elsewhere(name: str, text: str) -> str:
 
 def _linear(name: str, module: nn.Module) -> Linear | None:
     own = module._parameters.get("weight")
+    cls: Any = type(module)
     if isinstance(module, nn.Embedding):
         layer = LinearLayer(name, module.num_embeddings, module.embedding_dim, embedding=True)
         return Linear(module, layer, "embedding")
-    if isinstance(module, nn.Linear) or _is_quantized(module):
-        wide, tall = _sizes(module)
-        layer = LinearLayer(name, wide, tall)
-        if not type(module).__module__.startswith("transformers.models."):
-            return Linear(module, layer, "output")
-        if type(module).forward is nn.Linear.forward:
+    if (sizes := _sizes(module)) is not None:
+        layer = LinearLayer(name, *sizes)
+        is_own = cls.__module__.startswith("transformers.models.")
+        if not is_own or cls.forward is nn.Linear.forward:
             return Linear(module, layer, "output")
     elif own is not None and own.dim() == 2:
         layer = LinearLayer(name, own.size(1), own.size(0))
     else:
         return None
-    if own is not None and _multiplies_once(type(module)):
+    if own is not None and _multiplies_once(cls):
         return Linear(module, layer, "inside")
     if isinstance(module, nn.Linear):
-        why = f"a {type(module).__name__}, which computes something else than W x"
+        why = f"a {cls.__name__}, which computes something else than W x"
         return Linear(module, layer, "inside", why)
     return None
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    """Whether a module looks like a linear layer of GPTQ, AWQ etc. that is no `nn.Linear`."""
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer, or of what looks like one of GPTQ, AWQ etc."""
     own = module._parameters.get("weight")
-    return (
-        not list(module.children())
-        and (own is None or own.dim() == 2)
-        and any(all(isinstance(getattr(module, p, None), int) for p in ps) for ps in _FEATURES)
-    )
+    is_matrix = not list(module.children()) and (own is None or own.dim() == 2)
+    for names in (("in_features", "out_features"), ("infeatures", "outfeatures")):
+        sizes: list[Any] = [getattr(module, name, None) for name in names]
+        is_sized = all(isinstance(size, int) for size in sizes)
+        if isinstance(module, nn.Linear) or (is_matrix and is_sized):
+            return sizes[0], sizes[1]
+    return None
 
 
-def _multiplies_once(cls: type) -> bool:
+@cache
+def _multiplies_once(cls: Any) -> bool:
     """Whether `forward` has exactly one product, with the module's weight."""
-    source = _forward_source(cls)
+    source = _text(cls.forward)
     own = "self.weight" in source or "super().forward(" in source
     return own and len(_LINEAR_CALL.findall(source)) == 1
-
-
-_FEATURES = (("in_features", "out_features"), ("infeatures", "outfeatures"))
-
-
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    wide, tall = next(p for p in _FEATURES if hasattr(module, p[0]))
-    return getattr(module, wide), getattr(module, tall)
 
 
 def _unread(name: str, modules: dict[str, nn.Module]) -> str:
@@ -185,11 +179,6 @@ def _source(cls: Any) -> str:
             if callable(function) and name not in ("__init__", "_init_weights", "reset_parameters"):
                 texts.append(_text(function))
     return "\n".join(texts)
-
-
-@cache
-def _forward_source(cls: Any) -> str:
-    return _text(cls.forward)
 
 
 def _text(function: object) -> str:
