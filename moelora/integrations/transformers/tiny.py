@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,27 +26,21 @@ from moelora.integrations.transformers.linears import linear_layers
 ROWS, LENGTH, RANK = 2, 12, 4
 MOST = 500_000_000  # parameters of a small model
 # Sizes of configurations by the names that transformers' models have for them.
-_EXPERTS = 4
-_SIZES = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
-    **dict.fromkeys(("moe_num_experts", "num_routed_experts"), _EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"), _EXPERTS),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups"), 1),
-    **dict.fromkeys(("hidden_size", "mamba_d_model"), 64),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), 32),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 32),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("head_dim", "global_head_dim", "rotary_dim", "v_head_dim"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    **dict.fromkeys(("num_attention_heads", "index_n_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("num_global_key_value_heads",), 2),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
-    **dict.fromkeys(("hidden_size_per_layer_input",), 8),
-    **dict.fromkeys(("sliding_window", "index_topk"), 8),
+_NAMES = {
+    1: "n_group topk_group n_groups mamba_n_groups",
+    2: "num_key_value_heads linear_num_key_heads num_global_key_value_heads",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts "
+    "num_experts_per_tok top_k_experts moe_k moe_topk num_attention_heads index_n_heads "
+    "linear_num_value_heads",
+    8: "hidden_size_per_layer_input sliding_window index_topk",
+    16: "q_lora_rank kv_lora_rank o_lora_rank head_dim global_head_dim rotary_dim v_head_dim "
+    "qk_nope_head_dim qk_rope_head_dim index_head_dim linear_key_head_dim linear_value_head_dim",
+    32: "intermediate_size moe_intermediate_size ffn_hidden_size shared_intermediate_size "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    64: "hidden_size mamba_d_model",
+    256: "vocab_size vocab_size_per_layer_input",
 }
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
@@ -176,31 +171,27 @@ def _differing(
     seen: dict[str, tuple[Any, Any, Any]] = {}
     found = dict.fromkeys(modules, False)
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, named: Any, out: Any) -> None:
-            seen.setdefault(name, (args, named, _tensors(out)))
+    def keep(name: str, module: nn.Module, args: Any, named: Any, out: Any) -> None:
+        seen.setdefault(name, (args, named, _tensors(out)))
 
-        return hook
+    def again(name: str, module: nn.Module, args: Any, named: Any) -> tuple[Any, Any] | None:
+        return seen[name][:2] if name in seen else None
 
-    def again(name: str) -> Any:
-        return lambda module, args, named: seen[name][:2] if name in seen else None
-
-    def compare(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, named: Any, out: Any) -> None:
-            pairs = zip(_tensors(out), seen[name][2], strict=True) if name in seen else ()
-            found[name] |= any(not torch.equal(one, other) for one, other in pairs)
-
-        return hook
+    def compare(name: str, module: nn.Module, args: Any, named: Any, out: Any) -> None:
+        pairs = zip(_tensors(out), seen[name][2], strict=True) if name in seen else ()
+        found[name] |= any(not torch.equal(one, other) for one, other in pairs)
 
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(1, vocabulary, (ROWS, LENGTH), generator=generator)
-    handles = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in modules.items()]
+    handles = [
+        m.register_forward_hook(partial(keep, n), with_kwargs=True) for n, m in modules.items()
+    ]
     model(ids, adapter_names=[None] * ROWS, use_cache=False)
     for handle in handles:
         handle.remove()
     for name, module in modules.items():
-        module.register_forward_pre_hook(again(name), with_kwargs=True, prepend=True)
-        module.register_forward_hook(compare(name), with_kwargs=True)
+        module.register_forward_pre_hook(partial(again, name), with_kwargs=True, prepend=True)
+        module.register_forward_hook(partial(compare, name), with_kwargs=True)
     model(ids, adapter_names=["a"] * ROWS, use_cache=False)
     return found
 
