@@ -133,8 +133,8 @@ def check(model: Model, name: str) -> None:
     kept = _kept(base_of(model), name)
     load = load_of(model, name)
     of_file = None if load is None else _read(base_of(model), load.folder)
-    if of_file is None:
-        empty = [where for where, layer in kept.items() if not layer.b.any()]
+    if load is None or of_file is None:
+        empty = [where for where, (b, _) in kept.items() if not b.any()]
         if empty and len(empty) < len(kept):
             raise ValueError(
                 f"adapter {name!r}: {_some(empty)} have B = 0, as before training, others have "
@@ -148,9 +148,13 @@ def check(model: Model, name: str) -> None:
             f"adapter {name!r}: PEFT has dropped the factors of {_some(dropped)}, which the folder "
             f"{of_file.folder} has; moelora.integrations.transformers.load_adapters serves them"
         )
-    assert load is not None
-    initial = [where for where, layer in kept.items() if layer.is_initial(load, of_file, where)]
-    if initial:
+    missing = load.missing
+
+    def is_initial(where: str, b: torch.Tensor, key: str) -> bool:
+        """Whether the layer's factors differ from those of the file, and matter."""
+        return any(k.endswith(key) for k in missing) if b.any() else of_file.is_trained(where)
+
+    if initial := [where for where, (b, key) in kept.items() if is_initial(where, b, key)]:
         raise ValueError(
             f"adapter {name!r}: PEFT has left the factors of {_some(initial)} as they were made, "
             f"not as the folder {of_file.folder} has them; "
@@ -168,22 +172,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-@dataclass
-class _Kept:
-    """A layer wrapped by PEFT: B, and its key in PEFT."""
-
-    b: torch.Tensor
-    key: str
-
-    def is_initial(self, load: Load, of_file: _File, where: str) -> bool:
-        """Whether the layer's factors differ from those of the file, and matter."""
-        if self.b.any():
-            return any(key.endswith(self.key) for key in load.missing)
-        return of_file.is_trained(where)
-
-
-def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
-    """Layers that PEFT has wrapped for an adapter; experts by the name of their parameter."""
+def _kept(base: nn.Module, name: str) -> dict[str, tuple[torch.Tensor, str]]:
+    """B and its key in PEFT of the layers that PEFT has wrapped for an adapter; experts by the name
+    of their parameter."""
     kept = {}
     for path, module in wrapped_layers(base):
         where = plain_name(path)
@@ -197,7 +188,7 @@ def _kept(base: nn.Module, name: str) -> dict[str, _Kept]:
         else:
             continue
         check_held(key, b)
-        kept[where] = _Kept(b.detach(), key)
+        kept[where] = b.detach(), key
     return kept
 
 
