@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,12 +43,22 @@ class LayerOfFolder:
         Name of the experts module in the model.
     linears : dict
         What `expert_linears` has found for it.
+    activations : {"fp8", "native", "bf16"}, optional
+        Of FP8 weights, None: as the folder says.
+    dequantize : bool
+        Both projections become tensors (E, N, K) if no kernel reads the scheme of one, with rows of
+        gate and up in the module's order.
+    rounding : optional
+        What 16-bit experts are rounded to, one by one.
     """
 
     folder: Folder
     layer: str
     experts: Experts
     linears: Linears
+    activations: Activations | None = None
+    dequantize: bool = False
+    rounding: Rounding | None = None
 
     @property
     def names(self) -> tuple[str, str]:
@@ -65,20 +75,11 @@ class LayerOfFolder:
             return None
         return "interleaved" if is_interleaved(self.experts) else "concatenated"
 
-    def read(
-        self,
-        dtype: torch.dtype,
-        activations: Activations | None = None,
-        dequantize: bool = False,
-        rounding: Rounding | None = None,
-    ) -> Projections:
-        """Both projections.
+    def read(self, dtype: torch.dtype) -> Projections:
+        """Both projections; `dtype` is that of activations, or of dequantized weights.
 
         Holds the tiles, one projection's tensors in the checkpoint's format (gate and up
-        concatenated), and one expert being packed; no weight is dequantized. With `dequantize`, if
-        no kernel reads the scheme of a projection, both are tensors (E, N, K) of `dtype`, with rows
-        of gate and up in the module's order. With `rounding`, 16-bit experts are rounded to it one
-        by one.
+        concatenated), and one expert being packed; no weight is dequantized without `dequantize`.
 
         Raises
         ------
@@ -89,42 +90,37 @@ class LayerOfFolder:
             A scheme that no kernel has.
         """
         try:
-            if rounding is not None:
-                found = self._rounded(dtype, activations, rounding)
-            else:
-                found = self._read(dtype, activations, dequantize)
+            shapes = dict(zip(self.names, sizes(self.experts), strict=True))
+            read = self._reader(shapes)
+            up, down = (read(own, shape, dtype) for own, shape in shapes.items())
             self._refuse_others()
         except ValueError as error:
             at = "" if str(error).startswith(str(self.folder.path)) else f"{self.folder.path}: "
             raise ValueError(f"{at}{error}") from None
-        return found
+        return up, down
 
-    def _read(
-        self, dtype: torch.dtype, activations: Activations | None, dequantize: bool
-    ) -> Projections:
+    def _reader(
+        self, shapes: Mapping[str, torch.Size]
+    ) -> Callable[[str, torch.Size, torch.dtype], QuantizedWeights | Tensor]:
+        """The method that reads each projection, by its name, shape and dtype."""
+        if self.rounding is not None:
+            return self._rounded
         if is_interleaved(self.experts):
             self._refuse_halves()
-        shapes = dict(zip(self.names, sizes(self.experts), strict=True))
         if self.folder.quantization.get("quant_method") == "mxfp4":
-            up, down = (self._stacked(own, shape, dtype) for own, shape in shapes.items())
-            return up, down
+            return self._stacked
         if f"{self.layer}.{up_name(self.experts)}.absmax" in self.folder:
-            if activations is not None:
+            if self.activations is not None:
                 raise ValueError(
-                    f"activations is {activations!r}, wanted None: weights are not FP8"
+                    f"activations is {self.activations!r}, wanted None: weights are not FP8"
                 )
-            up, down = (self._stack_of_bnb(own, shape, dtype) for own, shape in shapes.items())
-            return up, down
-        rows = {own: self._names(own, shape[0]) for own, shape in shapes.items()}
-        schemes = [self._scheme(names) for names in rows.values()]
+            return self._stack_of_bnb
+        rows = [self._names(own, shape[0]) for own, shape in shapes.items()]
+        schemes = [self._scheme(names) for names in rows]
         plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes)
-        if plain or (dequantize and any(scheme.make is None for scheme in schemes)):
-            first, second = (self._dequantized(own, rows[own], shapes[own], dtype) for own in rows)
-            return first, second
-        up, down = (
-            self._per_expert(own, rows[own], shapes[own], dtype, activations) for own in rows
-        )
-        return up, down
+        if plain or (self.dequantize and any(scheme.make is None for scheme in schemes)):
+            return self._dequantized
+        return self._per_expert
 
     def _stack_of_bnb(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
         """A parameter that bitsandbytes has replaced (`nn.parametrize`): statistics are called
@@ -141,24 +137,22 @@ class LayerOfFolder:
             weights = QuantizedWeights.from_bnb(
                 self.folder[name], state, gate_up=self.gate_up(own), dtype=dtype
             )
-        return _of_shape(name, weights, shape)
+        _check_shape(name, weights, shape)
+        return weights
 
-    def _rounded(
-        self, dtype: torch.dtype, activations: Activations | None, rounding: Rounding
-    ) -> Projections:
-        made = []
-        for own, shape in zip(self.names, sizes(self.experts), strict=True):
-            gate_up, name = self.gate_up(own), self.folder.stack(self.layer, own)
-            if name is not None:
-                each = OneByOne(self.folder, name, shape, self.experts.is_transposed)
-            else:
-                each = OneByOne(self.folder, self._names(own, shape[0]), shape)
-                gate_up = gate_up and "concatenated"
-            kinds: dict[str, Any] = {"dtype": dtype, "activations": activations or "native"}
-            with errors_about(f"{self.layer}.{own}", ValueError):
-                weights = QuantizedWeights.from_dense(each, rounding, gate_up=gate_up, **kinds)
-            made.append(replace(weights, gate_up=self.gate_up(own)))
-        return made[0], made[1]
+    def _rounded(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
+        rounding: Any = self.rounding
+        gate_up, name = self.gate_up(own), self.folder.stack(self.layer, own)
+        if name is not None:
+            stack, transposed = self.folder.experts_of(name), self.experts.is_transposed
+            each = OneByOne(self.folder, name, shape, stack, transposed)
+        else:
+            each = OneByOne(self.folder, self._names(own, shape[0]), shape)
+            gate_up = gate_up and "concatenated"
+        kinds: dict[str, Any] = {"dtype": dtype, "activations": self.activations or "native"}
+        with errors_about(f"{self.layer}.{own}", ValueError):
+            weights = QuantizedWeights.from_dense(each, rounding, gate_up=gate_up, **kinds)
+        return replace(weights, gate_up=self.gate_up(own))
 
     def _refuse_halves(self) -> None:
         """NotImplementedError of folders whose gate_proj and up_proj are halves of rows in turns.
@@ -178,7 +172,8 @@ class LayerOfFolder:
         """Raises ValueError if tensors of these experts were not used."""
         folder, parameters = self.folder, self.experts._parameters
         places = {self.layer, *(linear.rsplit(".", 2)[0] for linear in self.linears.values())}
-        biases = set(self._biases())
+        names = self.linears.items()
+        biases = {f"{linear}.bias" for (own, *_), linear in names if f"{own}_bias" in parameters}
         for name in sorted(folder.unread):
             place = next((p for p in places if name.startswith(f"{p}.")), None)
             if place is None or name in biases or name.removeprefix(f"{place}.") in parameters:
@@ -188,41 +183,38 @@ class LayerOfFolder:
             method = folder.quantization.get("quant_method")
             raise ValueError(f"{name} is no tensor that {method} has in experts like these")
 
-    def _biases(self) -> dict[str, tuple[str, int, int]]:
-        """Names of single experts' biases in a folder, and their places in the module."""
-        has = [name for name in self.names if f"{name}_bias" in self.experts._parameters]
-        return {f"{linear}.bias": key for key, linear in self.linears.items() if key[0] in has}
-
     def biases(self) -> dict[str, Tensor]:
         """Biases (E, N) stored per expert in a folder, by the names of their parameters."""
-        parts: dict[str, dict[tuple[int, int], Tensor]] = {}
-        for name, (own, place, expert) in self._biases().items():
-            if name in self.folder and f"{self.layer}.{own}_bias" not in self.folder:
-                parts.setdefault(own, {})[expert, place] = self.folder[name]
         found = {}
-        for own, biases in parts.items():
-            shape, places = getattr(self.experts, f"{own}_bias").shape, self.places(own)
-            rows = []
-            for expert in range(shape[0]):
-                here = [(expert, place) for place in range(places)]
-                row = [biases[key] for key in here if key in biases]
-                if [bias.shape for bias in row] != [(shape[1] // places,)] * places:
-                    wanted = f"{places} of {shape[1] // places} numbers"
+        for own in self.names:
+            bias, places = self.experts._parameters.get(f"{own}_bias"), self.places(own)
+            if bias is None or f"{self.layer}.{own}_bias" in self.folder:
+                continue
+            count, rows = bias.shape
+            keys = [[(own, place, expert) for place in range(places)] for expert in range(count)]
+            names = [[f"{self.linears.get(key)}.bias" for key in row] for row in keys]
+            each = [[self.folder[name] for name in row if name in self.folder] for row in names]
+            for expert, row in enumerate(each if any(each) else ()):
+                if [part.shape for part in row] != [(rows // places,)] * places:
+                    wanted = f"{places} of {rows // places} numbers"
                     raise ValueError(
                         f"{self.folder.path}: the biases of expert {expert} of "
                         f"{self.layer}.{own} are missing or of another shape, wanted {wanted}"
                     )
-                interleaved = is_interleaved(self.experts)
-                rows.append(torch.stack(row, -1).flatten() if interleaved else torch.cat(row))
-            found[f"{own}_bias"] = torch.stack(rows)
+            if any(each):
+                found[f"{own}_bias"] = torch.stack([self._in_order(own, row) for row in each])
         return found
+
+    def _in_order(self, own: str, parts: list[Tensor]) -> Tensor:
+        """Rows of gate and up in the module's order; those of other projections as they are."""
+        if self.gate_up(own) == "interleaved":
+            return torch.stack(parts, 1).flatten(0, 1)
+        return torch.cat(parts)
 
     def _stacked(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
         name = f"{self.layer}.{own}"
         blocks, scales = self.folder[f"{name}_blocks"], self.folder[f"{name}_scales"]
-        wanted = (*shape[:2], shape[2] // 32, 16)
-        if tuple(blocks.shape) != wanted:
-            raise ValueError(f"{name}_blocks has shape {tuple(blocks.shape)}, wanted {wanted}")
+        _check_shape(f"{name}_blocks", blocks, (*shape[:2], shape[2] // 32, 16))
         with errors_about(name, ValueError):
             return QuantizedWeights.from_mxfp4(
                 blocks, scales, gate_up=self.gate_up(own), dtype=dtype
@@ -242,15 +234,9 @@ class LayerOfFolder:
             names.append([name for name in row if name is not None])
         return names
 
-    def _per_expert(
-        self,
-        own: str,
-        names: Sequence[Sequence[str]],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        activations: Activations | None,
-    ) -> QuantizedWeights:
-        folder, scheme = self.folder, self._scheme(names).taking(activations)
+    def _per_expert(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
+        folder, names = self.folder, self._names(own, shape[0])
+        scheme = self._scheme(names).taking(self.activations)
         experts, _, first = names[0][0].rpartition(".")
         parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
         where = f"{experts.rpartition('.')[0]}.*.{parts}"
@@ -265,9 +251,10 @@ class LayerOfFolder:
                     found[part] = [[folder[name] for name in row] for row in rows]
                 else:
                     found[part] = [_joined(folder, row, scheme) for row in rows]
-        order: GateUp | None = "concatenated" if self.places(own) == 2 else None
-        weights = _of_shape(where, scheme.pack(where, found, order, dtype), shape)
-        return replace(weights, gate_up=self.gate_up(own))  # both fill whole tiles, in any order
+        gate_up = self.gate_up(own)
+        weights = scheme.pack(where, found, gate_up and "concatenated", dtype)
+        _check_shape(where, weights, shape)
+        return replace(weights, gate_up=gate_up)  # both fill whole tiles, in any order
 
     def _scheme(self, names: Sequence[Sequence[str]]) -> Scheme:
         """The common scheme of all experts of a projection."""
@@ -282,62 +269,49 @@ class LayerOfFolder:
                 )
         return scheme
 
-    def _dequantized(
-        self, own: str, names: Sequence[Sequence[str]], shape: torch.Size, dtype: torch.dtype
-    ) -> Tensor:
+    def _dequantized(self, own: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Dequantizes to (E, N, K), one expert at a time."""
         weights = torch.empty(shape, dtype=dtype)
-        interleaved = self.gate_up(own) == "interleaved"
-        for expert, row in enumerate(names):
+        for expert, row in enumerate(self._names(own, shape[0])):
             found = [self.folder.dequantized(linear, dtype)[0] for linear in row]
-            wanted = (shape[1] // len(row), shape[2])
             for linear, weight in zip(row, found, strict=True):
-                if tuple(weight.shape) != wanted:
-                    raise ValueError(f"{linear} has shape {tuple(weight.shape)}, wanted {wanted}")
-            joined = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
-            weights[expert] = joined
+                _check_shape(linear, weight, (shape[1] // len(row), shape[2]))
+            weights[expert] = self._in_order(own, found)
         return weights
 
 
-def _of_shape(name: str, weights: QuantizedWeights, shape: torch.Size) -> QuantizedWeights:
-    if weights.shape != shape:
+def _check_shape(name: str, weights: QuantizedWeights | Tensor, shape: Sequence[int]) -> None:
+    if tuple(weights.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(weights.shape)}, wanted {tuple(shape)}")
-    return weights
 
 
+@dataclass(frozen=True, eq=False)
 class OneByOne(Sequence[Tensor]):
     """(N, K) of each expert, read when it is asked for: from a stack, or from its own layers."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        names: str | list[list[str]],
-        shape: torch.Size,
-        transposed: bool = False,
-    ) -> None:
-        self._folder, self._names, self._shape = folder, names, shape
-        self._transposed = transposed
-        self._stack = folder.experts_of(names) if isinstance(names, str) else None
+    folder: Folder
+    names: str | list[list[str]]
+    shape: torch.Size
+    stack: Any = None  # what `experts_of` returns for one name
+    transposed: bool = False
 
     def __len__(self) -> int:
-        return self._shape[0]
+        return self.shape[0]
 
     def __getitem__(self, expert: Any) -> Tensor:  # type: ignore[override] # no slices
-        wanted = tuple(self._shape[1:])
-        if self._stack is None:
-            names = self._names[expert]
-            one = torch.cat([self._folder[f"{name}.weight"] for name in names])
+        wanted = tuple(self.shape[1:])
+        if self.stack is None:
+            names = self.names[expert]
+            one = torch.cat([self.folder[f"{name}.weight"] for name in names])
             where = " and ".join(names)
         else:
-            where = f"{self._names}[{expert}]"
-            stored = tuple(self._stack.get_shape())
-            whole = (self._shape[0], *(wanted[::-1] if self._transposed else wanted))
+            where, stored = f"{self.names}[{expert}]", tuple(self.stack.get_shape())
+            whole = (self.shape[0], *(wanted[::-1] if self.transposed else wanted))
             if stored != whole:
-                raise ValueError(f"{self._names} has shape {stored}, wanted {whole}")
-            one = self._stack[expert]
-            one = one.t().contiguous() if self._transposed else one
-        if tuple(one.shape) != wanted:
-            raise ValueError(f"{where} has shape {tuple(one.shape)}, wanted {wanted}")
+                raise ValueError(f"{self.names} has shape {stored}, wanted {whole}")
+            one = self.stack[expert]
+            one = one.t().contiguous() if self.transposed else one
+        _check_shape(where, one, wanted)
         return one
 
 

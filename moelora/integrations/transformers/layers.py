@@ -55,14 +55,3 @@ def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:
     if not layers:
         raise ValueError(no_experts(model))
     return layers
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate loads the parameters for each call, and offloads them afterwards."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook contains several
-    return any(getattr(one, "offload", False) for one in hooks)
-
-
-def offloaded(name: str) -> str:
-    return f"{name} is offloaded: its device_map keeps weights on the CPU or a disk between calls"

@@ -19,7 +19,7 @@ from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.folder import Folder
 from moelora.integrations.transformers.folder_experts import LayerOfFolder, say_dequantized
 from moelora.integrations.transformers.hub import local_folder
-from moelora.integrations.transformers.layers import is_offloaded, moe_layers, offloaded
+from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.names import OF_ONE, expert_linears
 from moelora.integrations.transformers.projection import set_weights
 from moelora.integrations.transformers.quantizer import Config, refuse_saving
@@ -107,7 +107,9 @@ def load_quantized(
             raise ValueError(f"{got}, wanted none; give the folder that has these files")
     checkpoint = _checkpoint(folder)
     checkpoint.check(dequantize, activations, experts)
-    config = _config(checkpoint.path)
+    config = _read(checkpoint.path / "config.json", AutoConfig, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # handled by transformers itself
     if model_class is None:
         model_class = _model_class(config.architectures)
         if model_class is None:
@@ -134,8 +136,8 @@ def load_quantized(
             f"{model_class.__name__} wants{_of_text_model(checkpoint, missing, config)}"
         )
     _refuse_biases(checkpoint, info["unexpected_keys"])
-    if model.can_generate():
-        _take_generation_config(model, checkpoint.path)
+    if model.can_generate() and (path := file_in(checkpoint.path, GENERATION)).is_file():
+        model.generation_config = _read(path, GenerationConfig)
     _load_experts(model, checkpoint, None, activations, dequantize, experts, with_biases=False)
     # from_pretrained got no name; PEFT writes it into the adapters of the model.
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -203,16 +205,21 @@ def _load_experts(
     layers = moe_layers(model)
     for name, (module, _) in layers.items():
         block = model.get_submodule(name.rpartition(".")[0])
-        if any(is_offloaded(part) for part in (module, *block.modules())):
-            raise NotImplementedError(f"{offloaded(name)}; quantized experts stay on one device")
+        if any(_is_offloaded(part) for part in (module, *block.modules())):
+            raise NotImplementedError(
+                f"{name} is offloaded: its device_map keeps weights on the CPU or a disk between "
+                "calls; quantized experts stay on one device"
+            )
     linears = expert_linears(model, layers, checkpoint.of_names())
     what = None if rounding else True  # reading tiles takes no time; rounding takes some
     for name, (module, _) in tqdm(layers.items(), desc="Quantizing experts", disable=what):
         kind = dtype or module.down_proj.dtype
         _check_dtype("dtype" if dtype else f"dtype of {name}", kind)
-        stored = LayerOfFolder(checkpoint, name, module, linears[name])
+        stored = LayerOfFolder(
+            checkpoint, name, module, linears[name], activations, dequantize, rounding
+        )
         biases = stored.biases() if with_biases else {}
-        found = stored.read(kind, activations, dequantize, rounding)
+        found = stored.read(kind)
         device = _device(model, name)
         refuse_saving(model)
         set_weights(module, [weights.to(device) for weights in found])
@@ -222,6 +229,13 @@ def _load_experts(
             module._parameters[own] = nn.Parameter(bias, requires_grad=old.requires_grad)
     model.set_experts_implementation(IMPLEMENTATION)
     say_dequantized(checkpoint, [module for module, _ in layers.values()])
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate loads the parameters for each call, and offloads them afterwards."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = [hook, *getattr(hook, "hooks", ())]  # a SequentialHook contains several
+    return any(getattr(one, "offload", False) for one in hooks)
 
 
 def _of_text_model(checkpoint: Folder, missing: list[str], config: PreTrainedConfig) -> str:
@@ -271,14 +285,12 @@ def _refuse_biases(checkpoint: Folder, unexpected: Collection[str]) -> None:
             raise ValueError(f"{checkpoint.path}: {name} is a bias that the model does not have")
 
 
-def _config(folder: Path) -> PreTrainedConfig:
+def _read(path: Path, cls: Any, **options: Any) -> Any:
+    """A file of a folder as one of transformers' classes of configurations."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return cls.from_pretrained(path.parent, **options)
     except Exception as error:  # whatever transformers raises
-        raise ValueError(f"{folder / 'config.json'} is refused by transformers: {error}") from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # handled by transformers itself
-    return config
+        raise ValueError(f"{path} is refused by transformers: {error}") from error
 
 
 def _model_class(names: Any) -> type[PreTrainedModel] | None:
@@ -287,16 +299,6 @@ def _model_class(names: Any) -> type[PreTrainedModel] | None:
     found = getattr(transformers, first, None) if isinstance(first, str) else None
     is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
     return found if is_model else None
-
-
-def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    path = file_in(folder, GENERATION)
-    if not path.is_file():
-        return
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:
-        raise ValueError(f"{path} is refused by transformers: {error}") from error
 
 
 def _checkpoint(source: str | Path) -> Folder:
