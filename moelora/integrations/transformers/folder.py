@@ -315,14 +315,14 @@ def _quantized(files: Mapping[str, tuple[Path, Any]]) -> dict[str, frozenset[str
         linear, part = split(name)
         if part:
             parts.setdefault(linear, set()).add(part)
+
+    def is_short(name: str) -> bool:
+        """Whether a weight has eight bits; reads no tensor."""
+        dtype = files[name][1].get_slice(name).get_dtype()
+        return dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")
+
     return {
         linear: frozenset(own)
         for linear, own in parts.items()
-        if own & MARKS or ("weight" in own and _is_short(files, f"{linear}.weight"))
+        if own & MARKS or ("weight" in own and is_short(f"{linear}.weight"))
     }
-
-
-def _is_short(files: Mapping[str, tuple[Path, Any]], name: str) -> bool:
-    """Whether a weight has eight bits; reads no tensor."""
-    dtype = files[name][1].get_slice(name).get_dtype()
-    return dtype in ("F8_E4M3", "F8_E5M2", "I8", "U8")

@@ -42,7 +42,7 @@ def expert_linears(
         for own in (up_name(experts), "down_proj"):
             wanted[f"{layer}.{own}"] = (layer, own)
     transforms = get_model_conversion_mapping(model)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    converters: list[Any] = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings: list[Any] = [t for t in transforms if not isinstance(t, WeightConverter)]
     prefix, known = model.base_model_prefix, dict.fromkeys(wanted, True)
     found: dict[str, Linears] = {layer: {} for layer in layers}
@@ -53,18 +53,14 @@ def expert_linears(
         key, pattern = rename_source_key(f"{name}.weight", renamings, converters, prefix, known)
         place = 0
         if pattern is not None and key in wanted:
-            place = _place(converters, pattern)
+            sources = next(c.source_patterns for c in converters if pattern in c.source_patterns)
+            place = sources.index(pattern)
         else:
             key, place = _by_its_own_name(name, renamings, prefix, known)
         if key in wanted:
             layer, own = wanted[key]
             found[layer][own, place, int(match[2])] = name
     return found
-
-
-def _place(converters: list[Any], pattern: str) -> int:
-    sources = next(c.source_patterns for c in converters if pattern in c.source_patterns)
-    return int(sources.index(pattern))
 
 
 def _by_its_own_name(
