@@ -72,9 +72,7 @@ def new_pool(
     """
     places, shards = {}, {}
     for name, (module, layer) in layers.items():
-        shard = experts_shard(name, module, layer)
-        if shard is not None:
-            shards[name] = shard
+        shards[name] = experts_shard(name, module, layer)
         if is_loaded_fp8(module):
             raise NotImplementedError(not_packed(name))
         activation_of(module)
@@ -82,8 +80,7 @@ def new_pool(
     default = next((own for _, own in places.values()), torch.bfloat16)
     for name, linear in (linears or {}).items():
         places[name] = device_of(linear.module), dtype_of(linear.module, default)
-        if linear.shard is not None:
-            shards[name] = linear.shard
+        shards[name] = linear.shard
     return AdapterPool(
         [layer for _, layer in layers.values()],
         max_loras,
@@ -92,7 +89,7 @@ def new_pool(
         dtype=default,
         device=next((device for device, _ in places.values()), "cpu"),
         places=places,
-        shards=shards,
+        shards={name: shard for name, shard in shards.items() if shard is not None},
         **options,
     )
 

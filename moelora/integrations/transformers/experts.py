@@ -193,16 +193,15 @@ def _candidates(
     """Activations that moelora supports for the layout, default parameters first."""
     if not experts.has_gate:
         return [("relu2", None, None)]
+    bounds = (None, *limits)
+    pairs = list(product((None, *alphas), bounds))
     if is_interleaved(experts):
-        return [("swigluoai", *numbers) for numbers in product((None, *alphas), (None, *limits))]
+        return [("swigluoai", *numbers) for numbers in pairs]
     return [
-        *(("silu", None, limit) for limit in (None, *limits)),
+        *(("silu", None, limit) for limit in bounds),
         ("gelu", None, None),
-        *(
-            ("swigluoai_uninterleave", *numbers)
-            for numbers in product((None, *alphas), (None, *limits))
-        ),
-        *(("swiglustep", None, limit) for limit in (None, *limits)),
+        *(("swigluoai_uninterleave", *numbers) for numbers in pairs),
+        *(("swiglustep", None, limit) for limit in bounds),
         *(("situ", *numbers) for numbers in product((None, *gate_caps), (None, *up_caps))),
     ]
 
