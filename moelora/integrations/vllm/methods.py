@@ -38,8 +38,8 @@ from moelora.integrations.vllm import (
     unexpected,
     wrap,
 )
+from moelora.integrations.vllm.experts import QuantizedExpertsWithLoRA
 from moelora.integrations.vllm.formats import FORMATS, Format, apart, biases
-from moelora.integrations.vllm.quantized import QuantizedExpertsWithLoRA
 from moelora.integrations.vllm.served import IN_HOST_MEMORY, is_in_host_memory
 from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights import QuantizedWeights
