@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.integrations.interface import Interface
+from moelora.integrations.interface import Interface, interface
 from moelora.weights import QuantizedWeights
 from moelora.weights.readers import PerExpert
 
@@ -163,17 +163,12 @@ FORMATS = {
     ),
     "mxfp4": Format(
         "MXFP4",
-        Interface(
-            replaced={
-                f"{_QUANT}.mxfp4": {"Mxfp4MoEMethod.process_weights_after_loading": "self layer"}
-            },
-            called={
-                f"{_QUANT}.mxfp4": {
-                    "Mxfp4MoEMethod.__init__": "self moe",
-                    "select_deepseek_v4_mxfp4_moe_backend": "config",
-                }
-            },
-        ),
+        interface(f"""
+            {_QUANT}.mxfp4
+                replaced Mxfp4MoEMethod.process_weights_after_loading self layer
+                called Mxfp4MoEMethod.__init__ self moe
+                called select_deepseek_v4_mxfp4_moe_backend config
+        """),
         _of(QuantizedWeights.from_mxfp4, blocks="weight", scales="weight_scale"),
         rounds=True,
         chooses="select_deepseek_v4_mxfp4_moe_backend",
