@@ -281,6 +281,7 @@ class _Averaging:
                 foreach_div_(grads, size)
 
 
+@around("_get_in_out_features", tuners_utils, peft_layer, optional=True)
 def _of_tp(features_of: Callable[..., Any], module: nn.Module) -> Any:
     """The sizes that a process computes with: FSDP gathers weights before, of which PEFT knows only
     for meshes without other dimensions."""
@@ -295,10 +296,7 @@ def _of_tp(features_of: Callable[..., Any], module: nn.Module) -> Any:
     return sizes["in"], sizes["out"]
 
 
-if hasattr(tuners_utils, "_get_in_out_features") and hasattr(peft_layer, "_get_in_out_features"):
-    around("_get_in_out_features", tuners_utils, peft_layer)(_of_tp)
-
-
+@around("get_tp_plan_and_mesh", peft_lora, optional=True)
 def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str) -> Any:
     """The plan by which PEFT splits a layer's factors; none for experts', which stay whole."""
     owner, _, name = current_key.rpartition(".")
@@ -309,10 +307,7 @@ def _of_modules(plan_of: Callable[..., Any], model: nn.Module, current_key: str)
     return plan_of(model, current_key) if is_module else (None, None)
 
 
-if hasattr(peft_lora, "get_tp_plan_and_mesh"):
-    around("get_tp_plan_and_mesh", peft_lora)(_of_modules)
-
-
+@around("_get_tuner_state_dict_key_prefixes", tuners_utils, optional=True)
 def _of_state_dict(prefixes_of: Callable[..., set[str]], *args: Any, **kwargs: Any) -> set[str]:
     """PEFT selects keys by names of modules, of which those of FSDP's activation checkpointing have
     a component that keys lack: it would save an adapter without factors.
@@ -321,16 +316,13 @@ def _of_state_dict(prefixes_of: Callable[..., set[str]], *args: Any, **kwargs: A
     return {prefix.replace("._checkpoint_wrapped_module", "") for prefix in prefixes}
 
 
-if hasattr(tuners_utils, "_get_tuner_state_dict_key_prefixes"):
-    around("_get_tuner_state_dict_key_prefixes", tuners_utils)(_of_state_dict)
-
-
 def keep_from_ddp(model: nn.Module) -> None:
     """Keep quantized weights, which are buffers, out of DDP's broadcast before each forward."""
     found = (n for n, m in model.named_modules() if isinstance(m, QuantizedProjection))
     ignore_in_ddp(model, {f"{name}.tiles" for name in found})
 
 
+@around("get_peft_model_state_dict", peft, peft.utils, save_and_load, peft_model)
 def _of_adapter(
     state_of: Callable[..., dict[str, Any]], model: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
@@ -351,6 +343,3 @@ def _of_adapter(
         if own is not None:
             hidden["_tp_size"] = own
     return {name: whole(tensor) for name, tensor in state.items()}
-
-
-around("get_peft_model_state_dict", peft, peft.utils, save_and_load, peft_model)(_of_adapter)

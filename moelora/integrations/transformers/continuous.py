@@ -15,7 +15,8 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -32,14 +33,14 @@ ADAPTER = "adapter_name"  # argument of add_request
 SLOT = "_moelora_slot"  # key of the slot in the request's arguments
 
 
+@dataclass(eq=False)
 class _Slot:
     """The slot of a request. `held` holds it until the request is done; copies share it."""
 
-    def __init__(self, pool: AdapterPool, name: str, held: Held | None, number: int = -1) -> None:
-        self.pool = pool
-        self.name = name
-        self.held = held
-        self.last = number
+    pool: AdapterPool
+    name: str
+    held: Held | None
+    last: int = -1
 
     @property
     def number(self) -> int:
@@ -55,11 +56,10 @@ class _Slot:
         return _Sent, (self.name,)  # to other processes of a parallel model
 
 
-class _Sent:
+class _Sent(NamedTuple):
     """The adapter of a request from another process, whose slot each process looks up itself."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 class _Prompt(list[int]):
@@ -135,7 +135,9 @@ def _init(
     if not isinstance(serving, Serving) or serving.pool is None or missing():
         return init_continuous_batching(self, *args, **kwargs)  # the base model's
     bound = inspect.signature(init_continuous_batching).bind(self, *args, **kwargs)
-    config = _unshared(bound.arguments.get("continuous_batching_config"))
+    config = bound.arguments.get("continuous_batching_config")
+    config = transformers.ContinuousBatchingConfig() if config is None else copy.copy(config)
+    config.allow_block_sharing = False
     bound.arguments["continuous_batching_config"] = config
     manager = init_continuous_batching(*bound.args, **bound.kwargs)
     known = getattr(manager, "_moelora", None)
@@ -149,14 +151,6 @@ def _init(
     manager._moelora = serving
     _carry_slots(manager)
     return manager
-
-
-def _unshared(config: Any) -> Any:
-    from transformers import ContinuousBatchingConfig
-
-    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
-    config.allow_block_sharing = False
-    return config
 
 
 def _carry_slots(manager: Any) -> None:
@@ -270,5 +264,4 @@ except ImportError:  # a release without
     pass
 else:
     for name, hook in (("generate_batch", _generate_batch), ("init_continuous_batching", _init)):
-        if hasattr(ContinuousMixin, name):
-            around(name, ContinuousMixin)(hook)
+        around(name, ContinuousMixin, optional=True)(hook)
