@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,14 @@ from torch import nn
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
 from moelora.integrations import setting
-from moelora.integrations.peft import linears, sources, training
+from moelora.integrations.peft import linears, sources
 from moelora.integrations.peft.parallel import Part, Passing, begin
-from moelora.integrations.peft.wrappers import factors_of, rank_of
+from moelora.integrations.peft.wrappers import (
+    factors_of,
+    is_trained,
+    rank_of,
+    trained_arguments,
+)
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.projection import expert_weights, refuse_fsdp1
@@ -111,28 +117,24 @@ class _Now(threading.local):
         self.shape: tuple[int, int] | None = None
 
 
+@dataclass(eq=False)
 class AttachedExperts:
     """Serves the experts modules of an attached model; copies PEFT's factors on first use."""
 
-    def __init__(
-        self,
-        model: peft.PeftModel | PreTrainedModel,
-        wrappers: Mapping[str, Sequence[Wrapper]],
-        pool: AdapterPool,
-        parts: Mapping[str, Part] | None = None,
-    ) -> None:
-        self.model = model
-        self.wrappers = wrappers  # by layer
-        self.pool = pool
-        self.parts = parts or {}  # of layers that processes share
-        self.passing = Passing()
-        self.arguments = {name: pool.layer(name) for name in pool.layers}
-        self.copied: dict[str, dict[str, list[Any]]] = {}  # adapter -> layer -> stamps
-        self.checked: dict[str, Any] = {}  # adapter -> its load that was checked
-        self.known: dict[str, Any] = {}  # adapters at the last scan of the layers
-        self.lock = threading.RLock()
-        self.now = _Now()
-        self._mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
+    model: peft.PeftModel | PreTrainedModel
+    wrappers: Mapping[str, Sequence[Wrapper]]  # by layer
+    pool: AdapterPool
+    parts: Mapping[str, Part] = field(default_factory=dict)  # of layers that processes share
+    passing: Passing = field(default_factory=Passing)
+    copied: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # by adapter, by layer
+    checked: dict[str, Any] = field(default_factory=dict)  # adapter -> its load that was checked
+    known: dict[str, Any] = field(default_factory=dict)  # adapters at the last scan of the layers
+    lock: Any = field(default_factory=threading.RLock)
+    now: _Now = field(default_factory=_Now)
+    _mapping: tuple[Any, torch.Tensor] | None = None  # the latest one
+
+    def __post_init__(self) -> None:
+        self.arguments = {name: self.pool.layer(name) for name in self.pool.layers}
 
     def __getstate__(self) -> tuple[Any, ...]:
         """A copy of the model has an empty pool, which is filled from the copied adapters.
@@ -297,7 +299,7 @@ class AttachedExperts:
         experts = wrappers[0].get_base_layer()
         lay_out(experts)
         dtype = expert_weights(experts)[1].dtype
-        return training.arguments(wrappers, slots, mapping, dtype, self.parts.get(layer))
+        return trained_arguments(wrappers, slots, mapping, dtype, self.parts.get(layer))
 
     def run(
         self, layer: str, experts: Experts, adapters: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -396,7 +398,7 @@ def forward(
         )
     names = active if adapter_names is None else adapter_names
     trained = sorted(set(names) - {BASE})
-    if torch.compiler.is_compiling() or training.is_trained(wrappers, trained):
+    if torch.compiler.is_compiling() or is_trained(wrappers, trained):
         adapters = serving.trained(layer, trained, names, hidden_states)
         return serving.run(layer, experts, adapters, hidden_states, *args, **kwargs)
     with serving.adapters(layer, adapter_names, active[0], hidden_states) as adapters:
