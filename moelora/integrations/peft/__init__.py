@@ -32,12 +32,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+from transformers import PreTrainedModel
 
 from moelora.adapters import AdapterPool
 from moelora.integrations.peft import quantized as _quantized  # noqa: F401  places for parameters
@@ -55,9 +56,6 @@ from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import multiply_locally, ranks_of, stop_travelling
 from moelora.integrations.transformers.projection import is_quantized
 from moelora.operators.checks import check_count
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["attach", "detach", "engine_tensors"]
 

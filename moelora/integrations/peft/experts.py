@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
@@ -19,6 +20,7 @@ from moelora.integrations import setting
 from moelora.integrations.peft import linears, sources
 from moelora.integrations.peft.parallel import Part, Passing, begin
 from moelora.integrations.peft.wrappers import (
+    Wrapper,
     factors_of,
     is_trained,
     rank_of,
@@ -26,13 +28,7 @@ from moelora.integrations.peft.wrappers import (
 )
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.experts import lay_out
-from moelora.integrations.transformers.projection import expert_weights, refuse_fsdp1
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from moelora.integrations.peft.wrappers import Wrapper
-    from moelora.integrations.transformers.projection import Experts
+from moelora.integrations.transformers.projection import Experts, expert_weights, refuse_fsdp1
 
 # Options that do not concern experts, and remain PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")

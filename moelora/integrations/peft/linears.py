@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moelora.adapters.names import BASE
-from moelora.integrations.peft.sources import base_of, wrapped_layers
+from moelora.integrations.peft.sources import Model, base_of, wrapped_layers
 from moelora.integrations.transformers.deltas import Products
-
-if TYPE_CHECKING:
-    from moelora.integrations.peft.sources import Model
 
 
 def install(model: Model, serving: object, experts: Iterable[nn.Module]) -> None:

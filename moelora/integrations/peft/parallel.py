@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import peft
@@ -27,7 +27,9 @@ from peft import peft_model
 from peft.tuners import tuners_utils
 from peft.utils import save_and_load
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from moelora.adapters import MoELayer
 from moelora.adapters.shards import Shard, whole
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.parallel import (
@@ -36,7 +38,7 @@ from moelora.integrations.transformers.parallel import (
     multiply_locally,
     ranks_of,
 )
-from moelora.integrations.transformers.projection import QuantizedProjection
+from moelora.integrations.transformers.projection import Experts, QuantizedProjection
 from moelora.operators.checks import dtype_name
 from moelora.operators.torch_private import (
     backward_number,
@@ -45,12 +47,6 @@ from moelora.operators.torch_private import (
     ignore_in_ddp,
     when_backward_ends,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from moelora.adapters import MoELayer
-    from moelora.integrations.transformers.projection import Experts
 
 # Dimensions of stacked factors, (adapters, E, r, in) and (adapters, E, out, r), that are split.
 _SPLIT = {

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias, cast
 
 import peft
 import torch
@@ -34,8 +34,7 @@ from moelora.integrations.transformers.linears import linear_layers, plain_name
 from moelora.operators.checks import check_mapping
 from moelora.operators.storage import check_held
 
-if TYPE_CHECKING:
-    Model = peft.PeftModel | PreTrainedModel
+Model: TypeAlias = "peft.PeftModel | PreTrainedModel"
 
 # Options of PEFT that do not affect which layers have factors.
 ASIDE: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from peft import get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor
 
 from moelora.adapters import LinearLayer, checkpoint
@@ -13,9 +13,6 @@ from moelora.adapters.shards import whole
 from moelora.adapters.write import PREFIX, peft_tensors, per_expert_tensors
 from moelora.integrations.peft.sources import base_of
 from moelora.integrations.transformers.layers import moe_layers
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 

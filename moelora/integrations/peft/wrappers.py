@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from moelora.integrations.transformers.projection import refuse_zero3
+from moelora.integrations.peft.parallel import Part
+from moelora.integrations.transformers.projection import Experts, refuse_zero3
 from moelora.operators.storage import check_held
 
-if TYPE_CHECKING:
-    from moelora.integrations.peft.parallel import Part
-    from moelora.integrations.transformers.projection import Experts
 
-    class Wrapper(nn.Module):
-        """The attributes of PEFT's `ParamWrapper` that are read, and those that are set on the
-        outermost one.
-        """
+class Wrapper(nn.Module):
+    """The type of PEFT's `ParamWrapper`: the attributes that are read, and those that are set on
+    the outermost one.
+    """
 
-        base_layer: nn.Module
-        parameter_name: str
-        num_experts: int
-        lora_A: Mapping[str, nn.Linear]
-        lora_B: Mapping[str, nn.Linear]
-        scaling: Mapping[str, float | Tensor]
-        merged: bool
-        active_adapters: list[str]
-        disable_adapters: bool
-        _moelora: Any  # AttachedExperts
-        _moelora_layer: str
-
-        def get_base_layer(self) -> Experts: ...
-
-        def unmerge(self) -> None: ...
+    base_layer: nn.Module
+    parameter_name: str
+    num_experts: int
+    lora_A: Mapping[str, nn.Linear]
+    lora_B: Mapping[str, nn.Linear]
+    scaling: Mapping[str, float | Tensor]
+    merged: bool
+    active_adapters: list[str]
+    disable_adapters: bool
+    get_base_layer: Callable[[], Experts]
+    unmerge: Callable[[], None]
+    _moelora: Any  # AttachedExperts
+    _moelora_layer: str
 
 
 def is_wrapper(module: nn.Module) -> TypeGuard[Wrapper]:

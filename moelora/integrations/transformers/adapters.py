@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
+from transformers import PreTrainedModel
 
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.columns import Layout
@@ -34,7 +35,12 @@ from moelora.integrations.transformers.parallel import (
     ranks_of,
     stop_travelling,
 )
-from moelora.integrations.transformers.projection import expert_weights, is_loaded_fp8, not_packed
+from moelora.integrations.transformers.projection import (
+    Experts,
+    expert_weights,
+    is_loaded_fp8,
+    not_packed,
+)
 from moelora.integrations.transformers.serving import Serving
 from moelora.integrations.transformers.sizing import (
     Targets,
@@ -47,11 +53,6 @@ from moelora.integrations.transformers.sizing import (
     smallest,
 )
 from moelora.operators.checks import check_count
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from moelora.integrations.transformers.projection import Experts
 
 P = ParamSpec("P")
 

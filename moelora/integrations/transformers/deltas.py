@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from moelora.adapters import LinearLayer
 from moelora.adapters.linears import LinearFactors
 from moelora.adapters.shards import Shard
 from moelora.integrations.transformers.linears import Linear
+from moelora.integrations.transformers.serving import Routes, Serving
 from moelora.integrations.transformers.tokens import BLOCK, FEW_TOKENS, Lists, Tokens
 from moelora.integrations.vllm.ops import fused_moe_lora
 from moelora.operators.delta import moe_lora_down_delta
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.serving import Routes, Serving
 
 INPUTS = ("input", "hidden_states", "x", "input_ids")  # names of modules' first argument
 VLLM_TILES = (BLOCK, 64, 64, 8, 4, 3, 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
+from transformers import PreTrainedModel
 
 from moelora.integrations.transformers.calls import IMPLEMENTATION, check_implementation
 from moelora.integrations.transformers.experts import activation_of, lay_out
@@ -13,9 +12,6 @@ from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import is_loaded_fp8, no_experts, up_name
 from moelora.operators.checks import errors_about
 from moelora.weights.fp8 import Activations
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def enable(

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.linears import device_of
 from moelora.integrations.transformers.projection import (
+    Experts,
     expert_weights,
     is_interleaved,
     is_loaded_fp8,
@@ -23,9 +24,6 @@ from moelora.integrations.transformers.projection import (
 )
 from moelora.operators import experts as ops
 from moelora.reference import activate
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
 
 
 def experts_forward(

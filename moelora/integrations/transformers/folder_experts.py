@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from moelora.integrations.transformers import dense
 from moelora.integrations.transformers.folder import Folder, log
 from moelora.integrations.transformers.names import OF_ONE, Linears
 from moelora.integrations.transformers.projection import (
+    Experts,
     expert_weights,
     is_interleaved,
     is_quantized,
@@ -25,10 +26,6 @@ from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations
 from moelora.weights.readers import GateUp
 from moelora.weights.rounding import Rounding
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
-
 
 Projections: TypeAlias = tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
 

@@ -8,16 +8,18 @@ folder. Such modules have an experts interface of their own; "moelora" is regist
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
+from moelora.adapters import MoELayer
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.experts import activation_of, experts_forward
 from moelora.integrations.transformers.floats import fp8
 from moelora.integrations.transformers.projection import (
+    Experts,
     is_loaded_fp8,
     is_quantized,
     not_packed,
@@ -31,12 +33,6 @@ from moelora.operators.fake import COMPUTE_DTYPES
 from moelora.weights import QuantizedWeights
 from moelora.weights.fp8 import Activations, largest_scale, read_block, read_tensor
 from moelora.weights.readers import GateUp
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from moelora.adapters import MoELayer
-    from moelora.integrations.transformers.projection import Experts
 
 OTHER_LAYOUTS = ("deepgemm_megamoe",)  # rearranges weights on first call
 

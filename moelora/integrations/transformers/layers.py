@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from moelora.adapters import MoELayer
 from moelora.integrations.transformers.linears import plain_name
 from moelora.integrations.transformers.parallel import experts_shard
 from moelora.integrations.transformers.projection import (
+    Experts,
     is_experts,
     is_interleaved,
     no_experts,
     refuse_zero3,
     sizes,
 )
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
 
 
 def moe_layers(model: nn.Module) -> dict[str, tuple[Experts, MoELayer]]:

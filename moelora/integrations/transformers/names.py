@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from moelora.integrations.transformers.projection import up_name
-
-if TYPE_CHECKING:
-    from moelora.adapters import MoELayer
-    from moelora.integrations.transformers.projection import Experts
+from moelora.adapters import MoELayer
+from moelora.integrations.transformers.projection import Experts, up_name
 
 # Name of a single expert's projection.
 OF_ONE = re.compile(r"(^|\.)experts\.(\d+)\.\w+$")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import transformers
 from torch import nn
@@ -16,10 +16,7 @@ from torch import nn
 from moelora.adapters.layers import MoELayer
 from moelora.adapters.ranks import Ranks
 from moelora.adapters.shards import Axis, Shard
-from moelora.integrations.transformers.projection import is_loaded_fp8, up_name
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
+from moelora.integrations.transformers.projection import Experts, is_loaded_fp8, up_name
 
 _ranks: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
 

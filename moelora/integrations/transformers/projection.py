@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from moelora.weights import QuantizedWeights
 
-if TYPE_CHECKING:
 
-    class Experts(nn.Module):
-        """An experts module of transformers, with the attributes used here."""
+class Experts(nn.Module):
+    """The type of transformers' experts modules: the attributes that are used here."""
 
-        config: Any
-        has_gate: bool
-        is_transposed: bool  # parameters are (E, in, out)
-        down_proj: Any  # a parameter or QuantizedProjection, like gate_up_proj or up_proj
-        down_proj_bias: Tensor
-        act_fn: nn.Module
-        block_size: Sequence[int] | None  # only with FP8, like activation_scheme
-        activation_scheme: str
-        _is_hf_initialized: bool
-        _moelora: Any  # set while the model has adapters
-        _moelora_layer: str
-        _moelora_quantized: bool
-
-        def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
+    config: Any
+    has_gate: bool
+    is_transposed: bool  # parameters are (E, in, out)
+    down_proj: Any  # a parameter or QuantizedProjection, like gate_up_proj or up_proj
+    down_proj_bias: Tensor
+    act_fn: nn.Module
+    block_size: Sequence[int] | None  # only with FP8, like activation_scheme
+    activation_scheme: str
+    _apply_gate: Callable[[Tensor], Tensor]
+    _is_hf_initialized: bool
+    _moelora: Any  # set while the model has adapters
+    _moelora_layer: str
+    _moelora_quantized: bool
 
 
 class QuantizedProjection(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.layers import moe_layers
 from moelora.integrations.transformers.projection import (
+    Experts,
     expert_weights,
     is_interleaved,
     is_quantized,
@@ -30,11 +31,8 @@ from moelora.integrations.transformers.quantizer import refuse_saving
 from moelora.integrations.vllm import interface
 from moelora.integrations.vllm.update import shares_memory
 from moelora.operators.checks import dtype_name
+from moelora.operators.experts import Weights
 from moelora.weights import QuantizedWeights
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
-    from moelora.operators.experts import Weights
 
 Pair: TypeAlias = "tuple[Weights, Weights]"
 Row: TypeAlias = "tuple[bool, str, str]"  # whether it refuses, why, what to do

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from moelora.adapters import AdapterInfo, LinearLayer, MoELayer, peek
 from moelora.adapters.checkpoint import hint
@@ -13,9 +13,7 @@ from moelora.adapters.columns import Layout
 from moelora.adapters.columns import check as check_layout
 from moelora.adapters.names import is_called
 from moelora.integrations.transformers.linears import Linear
-
-if TYPE_CHECKING:
-    from moelora.integrations.transformers.projection import Experts
+from moelora.integrations.transformers.projection import Experts
 
 DEFAULT_RANKS = 512  # the largest in serving engines; a file can contain any rank
 

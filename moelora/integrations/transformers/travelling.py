@@ -8,10 +8,11 @@ that it does not have, and outputs are summed, in training too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import (
     AllToAllEP,
     AutoEP,
@@ -22,9 +23,6 @@ from transformers.distributed.expert_parallel import (
 from moelora.integrations import setting
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.serving import Serving
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers

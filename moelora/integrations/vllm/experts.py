@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from moelora.integrations import setting
 from moelora.integrations.vllm import OWN_PATH, SWITCH, adapters, interface, race, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
-from moelora.operators.experts import fused_experts_lora
+from moelora.operators.experts import Weights, fused_experts_lora
 from moelora.weights import QuantizedWeights
-
-if TYPE_CHECKING:
-    from moelora.operators.experts import Weights
 
 # vLLM classes that claim LoRA support but ignore it in apply.
 DROPPING = ("TritonWNA16Experts",)
