@@ -65,6 +65,11 @@ def unexpected(error: Exception) -> str:
     return f"the layer is not as expected ({shown(error)})"
 
 
+def listed(factors: Any) -> list[Any]:
+    """The factors of a module, which has one or several."""
+    return list(factors) if isinstance(factors, (list, tuple)) else [factors]
+
+
 def wrap(owner: object, name: str, replacement: Callable[..., Any]) -> None:
     """Replace `owner.name` by a function that gets it first, once: plugins load repeatedly."""
     original = getattr(owner, name)

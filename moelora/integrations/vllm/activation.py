@@ -14,19 +14,20 @@ adapter leaves its slot; modules that use their stacks otherwise are written by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
 from moelora.integrations import setting
-from moelora.integrations.vllm import travel, wrap
+from moelora.integrations.vllm import listed, travel, wrap
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
+Noted: TypeAlias = tuple[Any, tuple[Any, ...], Any]  # (stack, part of a slot, factor)
 
 
 def install() -> None:
@@ -41,12 +42,12 @@ def install() -> None:
 # -- what an adapter writes to a slot --
 
 
+@dataclass
 class _Recorder:
     """Stands for a stack, or another sequence with an entry for each slot, in `set_lora`."""
 
-    def __init__(self, target: Any, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
-        self._target = target
-        self._noted = noted
+    _target: Any
+    _noted: list[Noted]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "size", "dim", "ndim", "dtype", "device"):
@@ -70,11 +71,10 @@ class _Part:
     of: _Recorder
     part: tuple[Any, ...]
 
-    def copy_(self, value: Tensor, non_blocking: bool = False) -> None:
+    def copy_(self, value: Tensor | float, non_blocking: bool = False) -> None:
         self.of.note(self.part, value)
 
-    def fill_(self, value: float) -> None:
-        self.of.note(self.part, value)
+    fill_ = copy_
 
 
 def _part(index: Any) -> tuple[Any, ...]:
@@ -107,9 +107,9 @@ class Writes:
             parts = [_part_of(stack, slot, part) for stack, part, _ in self.copies]
             foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
 
-    def add(self, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
+    def add(self, noted: list[Noted]) -> None:
         """What a module noted, without writes that later ones cover."""
-        last: dict[int, list[tuple[Any, tuple[Any, ...], Any]]] = {}
+        last: dict[int, list[Noted]] = {}
         for target, part, value in noted:
             covers = isinstance(target, list) or _covers(target, part)
             before = [] if covers else last.get(id(target), [])
@@ -148,9 +148,10 @@ def record(manager: Any, model: Any) -> Writes | None:
     found = Writes()
     for name, module in manager.modules.items():
         lora = manager._get_lora_layer_weights(model, name)
-        if lora is not None and any(factor.is_cuda for factor in _factors(lora)):
+        factors = [] if lora is None else [*listed(lora.lora_a), *listed(lora.lora_b)]
+        if any(factor is not None and factor.is_cuda for factor in factors):
             return None
-        noted: list[tuple[Any, tuple[Any, ...], Any]] = []
+        noted: list[Noted] = []
         try:
             if hasattr(module, "set_module_to_save"):
                 raise TypeError("it has a full module, too")
@@ -166,14 +167,7 @@ def record(manager: Any, model: Any) -> Writes | None:
     return found
 
 
-def _factors(lora: Any) -> Iterator[Tensor]:
-    for side in (lora.lora_a, lora.lora_b):
-        for factor in side if isinstance(side, (list, tuple)) else [side]:
-            if factor is not None:
-                yield factor
-
-
-def _twin(module: Any, noted: list[tuple[Any, tuple[Any, ...], Any]]) -> Any:
+def _twin(module: Any, noted: list[Noted]) -> Any:
     """A module with recorders instead of its tensors."""
 
     def recorder(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelora.adapters.digests import by_layer, fingerprint
 from moelora.integrations import shown
-from moelora.integrations.vllm import activation
+from moelora.integrations.vllm import activation, listed
 from moelora.integrations.vllm.route import Route, reply
 from moelora.integrations.vllm.update import manager_of
 
@@ -81,7 +81,7 @@ def _names(module: Any, count: int) -> list[str]:
 
 def _factors(module: Any, given: Any, side: str) -> Iterator[tuple[str, Tensor]]:
     """A side's factors in host memory."""
-    every = list(given) if isinstance(given, (list, tuple)) else [given]
+    every = listed(given)
     for name, factor in zip(_names(module, len(every)), every, strict=False):
         if factor is not None:
             yield f"{name}{side}", factor

@@ -26,7 +26,7 @@ from torch import Tensor
 from moelora import _C
 from moelora.adapters.transfer import is_capturing
 from moelora.integrations import reason_against_device, switched_off, switched_on
-from moelora.integrations.vllm import race, say_once, wrap
+from moelora.integrations.vllm import listed, race, say_once, wrap
 from moelora.operators.delta import moe_lora_gate_up_delta
 from moelora.operators.opaque import opaque
 
@@ -114,12 +114,8 @@ def _with_ranks(
     if "Sharded" in type(self).__name__:
         say_once(f"fully_sharded_loras is on; {OWN_KERNELS}")
         return
-    stack = _stacks(self.lora_a_stacked)[0]
+    stack = listed(self.lora_a_stacked)[0]
     self._moelora_ranks = _ranks[stack.data_ptr()] = SlotRanks(stack)
-
-
-def _stacks(of_layer: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [of_layer] if isinstance(of_layer, Tensor) else list(of_layer)
 
 
 def _recording_rank(
@@ -131,7 +127,7 @@ def _recording_rank(
     rank = ranks.most  # if vLLM fails midway, what was written counts
     try:
         set_lora(self, index, lora_a, lora_b)
-        rank = max((a.size(0) for a in _stacks(lora_a) if a is not None), default=0)
+        rank = max((a.size(0) for a in listed(lora_a) if a is not None), default=0)
     finally:
         ranks.put(index, rank)
 

@@ -33,7 +33,7 @@ from moelora.adapters.factors import first_not_finite
 from moelora.adapters.files import host_copy
 from moelora.adapters.names import check_name
 from moelora.integrations import shown
-from moelora.integrations.vllm import wrap
+from moelora.integrations.vllm import listed, wrap
 from moelora.integrations.vllm.handles import SharedTensors, opened
 from moelora.operators.checks import errors_about
 from moelora.operators.storage import check_held
@@ -171,10 +171,10 @@ async def _exchange(engine: Any, registry: _Registry, adapters: Adapters) -> dic
         keys = [key for key, *_ in tensors.index] if handle else tensors
         stacks = any(".experts.lora_" in key or ".experts.base_layer." in key for key in keys)
         options = {"is_3d_lora_weight": True} if stacks else {}
-        path = registry.prefix + version
-        new[name] = LoRARequest(version, next(registry.ids), path, **options)
+        place = version, next(registry.ids), registry.prefix + version
+        new[name] = LoRARequest(*place, **options)
         packed = tensors.sent(shared) if handle else tensors if shared else _bytes(tensors)
-        payload.append((version, new[name].lora_int_id, path, bool(stacks), config, packed))
+        payload.append((*place, options, config, packed))
     kept = {
         name: [r for r in found if r is found[-1] or running is None or r.lora_name in running]
         for name, found in registry.requests.items()
@@ -269,18 +269,17 @@ def has_left(request: Any) -> bool:
 _reading: dict[str, tuple[dict[str, Any], Mapping[str, Tensor]]] = {}
 
 
+@dataclass
 class _Store:
     """The versions of a worker, merged, by path: staged, or known."""
 
-    def __init__(self) -> None:
-        self.staged: dict[str, Any] = {}
-        self.models: dict[str, Any] = {}
+    staged: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
 
 
 def _store(manager: Any) -> _Store:
-    if not hasattr(manager, "_moelora"):
-        manager._moelora = _Store()
-    return manager._moelora  # type: ignore[no-any-return]
+    found: _Store = vars(manager).setdefault("_moelora", _Store())
+    return found
 
 
 def stage(worker: Any, payload: list[Any]) -> str | None:
@@ -291,20 +290,19 @@ def stage(worker: Any, payload: list[Any]) -> str | None:
     try:
         manager = manager_of(worker)
         _store(manager).staged = {}
-        for version, number, path, stacks, config, tensors in payload:
+        for version, number, path, options, config, tensors in payload:
             if number in manager.list_adapters():
                 raise ValueError(f"adapter {version!r}: vLLM has an adapter of id {number}")
             if isinstance(tensors, (bytes, bytearray, memoryview)):
                 from safetensors.torch import load
 
                 tensors = load(bytes(tensors))
-            options = {"is_3d_lora_weight": True} if stacks else {}
             inner = manager._adapter_manager
             try:
                 if handle := isinstance(tensors, (list, tuple)):
                     tensors = opened(tensors, worker)
                 _reading[path] = config, tensors
-                with _splitting(inner, stacks, tensors):
+                with _splitting(inner, bool(options), tensors):
                     model = manager._load_adapter(LoRARequest(version, number, path, **options))
                     inner._create_merged_loras_inplace(model)
                 _check(inner, model)
@@ -424,7 +422,7 @@ def _parts(module: Any, a: Any, b: Any) -> tuple[list[Any], list[Any]]:
     """Factors A and B, of a linear layer those that this rank keeps."""
     if isinstance(getattr(module, "lora_a_stacked", None), tuple) and module.tp_size > 1:
         a, b = module.slice_lora_a(a), module.slice_lora_b(b)
-    return tuple(list(x) if isinstance(x, (list, tuple)) else [x] for x in (a, b))  # type: ignore[return-value]
+    return listed(a), listed(b)
 
 
 def _shapes(module: Any, count: int) -> list[Any]:
