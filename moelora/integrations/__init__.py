@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,17 +25,6 @@ def switched_off(switch: str) -> str | None:
 def switched_on(switch: str) -> bool:
     """Whether an environment variable is 1, true, on or yes."""
     return os.environ.get(switch, "").strip().lower() in ("1", "true", "on", "yes")
-
-
-@contextmanager
-def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, an attribute of `owner` has this value."""
-    before = getattr(owner, name, None)
-    try:
-        setattr(owner, name, value)
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def shown(error: BaseException) -> str:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from moelora.adapters import AdapterPool, NoSlot
 from moelora.adapters.names import BASE
-from moelora.integrations import setting
 from moelora.integrations.peft import linears, sources
 from moelora.integrations.peft.parallel import Part, Passing, begin
 from moelora.integrations.peft.wrappers import (
@@ -29,6 +28,7 @@ from moelora.integrations.peft.wrappers import (
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.experts import lay_out
 from moelora.integrations.transformers.projection import Experts, expert_weights, refuse_fsdp1
+from moelora.operators.setting import setting
 
 # Options that do not concern experts, and remain PEFT's.
 OTHER_LAYERS = ("modules_to_save", "trainable_token_indices")

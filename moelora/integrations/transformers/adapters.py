@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from moelora.adapters import AdapterPool, MoELayer
 from moelora.adapters.columns import Layout
 from moelora.adapters.names import check_name
-from moelora.integrations import setting
 from moelora.integrations.transformers.calls import IMPLEMENTATION, no_adapters, take_adapter_names
 from moelora.integrations.transformers.deltas import install, uninstall
 from moelora.integrations.transformers.experts import activation_of, lay_out
@@ -53,6 +52,7 @@ from moelora.integrations.transformers.sizing import (
     smallest,
 )
 from moelora.operators.checks import check_count
+from moelora.operators.setting import setting
 
 P = ParamSpec("P")
 

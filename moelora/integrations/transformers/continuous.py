@@ -24,10 +24,10 @@ import transformers
 from moelora.adapters import AdapterPool
 from moelora.adapters.held import Held
 from moelora.adapters.names import BASE
-from moelora.integrations import setting
 from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.serving import WAIT_S, Serving
+from moelora.operators.setting import setting
 
 ADAPTER = "adapter_name"  # argument of add_request
 SLOT = "_moelora_slot"  # key of the slot in the request's arguments

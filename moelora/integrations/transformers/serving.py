@@ -16,9 +16,9 @@ from moelora.adapters.held import Held
 from moelora.adapters.linears import LinearFactors
 from moelora.adapters.names import BASE, listed
 from moelora.adapters.slots import LayerFactors
-from moelora.integrations import setting
 from moelora.integrations.transformers.calls import batch_shape, check_implementation
 from moelora.integrations.transformers.tokens import Tokens
+from moelora.operators.setting import setting
 
 WAIT_S = 60.0  # how long a batch waits for slots that others use, in a pool with host memory
 

@@ -20,9 +20,9 @@ from transformers.distributed.expert_parallel import (
     EPImplementationInterface,
 )
 
-from moelora.integrations import setting
 from moelora.integrations.transformers.calls import IMPLEMENTATION
 from moelora.integrations.transformers.serving import Serving
+from moelora.operators.setting import setting
 
 
 class TravellingEP(AutoEP):  # type: ignore[misc] # of transformers

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moelora.integrations import setting
-
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as max_lora_rank
 NAME = "policy"
 
@@ -104,5 +102,8 @@ def _starting_with_lora(trainer: Any) -> Iterator[None]:
     if engine is None:  # TRL says itself that vLLM is not installed
         yield
         return
-    with setting(place, "LLM", start):
+    place.LLM = start
+    try:
         yield
+    finally:
+        place.LLM = engine

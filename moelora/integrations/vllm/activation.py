@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
-from moelora.integrations import setting
 from moelora.integrations.vllm import listed, travel, wrap
+from moelora.operators.setting import setting
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders

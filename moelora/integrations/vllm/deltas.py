@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moelora.integrations import reason_against_device, setting
+from moelora.integrations import reason_against_device
 from moelora.integrations.vllm import UNEXPECTED, race, say_once, unexpected, wrap
 from moelora.integrations.vllm.ops import fused_moe_lora
 from moelora.operators.delta import moe_lora_down_delta, moe_lora_gate_up_delta
+from moelora.operators.setting import setting
 
 OWN_ADAPTERS = "vLLM's own kernels add the adapters"
 TILES = (64, 64, 64, 8, 4, 3, 1)  # tiles of vLLM's kernels, unused

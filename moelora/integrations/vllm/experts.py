@@ -13,10 +13,10 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-from moelora.integrations import setting
 from moelora.integrations.vllm import OWN_PATH, SWITCH, adapters, interface, race, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
 from moelora.operators.experts import Weights, fused_experts_lora
+from moelora.operators.setting import setting
 from moelora.weights import QuantizedWeights
 
 # vLLM classes that claim LoRA support but ignore it in apply.

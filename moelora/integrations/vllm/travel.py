@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora.integrations import setting
 from moelora.integrations.vllm import say_once, wrap
+from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
