@@ -1,10 +1,10 @@
-/* Random problems, a thread pool, and error bounds of results. */
+/* Random problems, a thread pool, and the comparison of results. */
 #pragma once
 
 #include <pthread.h>
 
 #include "core/format.h"
-#include "naive.h"
+#include "harness.h"
 
 /* A pool of three threads that starts with the last share. */
 enum { THREADS = 3 };
@@ -136,10 +136,6 @@ static inline moelora_tensor random_weights(sizes s, moelora_dtype dtype, int64_
     return w;
   moelora_tensor tiles = new_tensor(dtype, SIZES(s.experts, n / 64, k / 64, 64, 64));
   CHECK_OK(moelora_pack_weights(&w, &tiles, maybe() ? &serial : &threaded));
-  for (int64_t e = 0; e < s.experts; e++)
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t j = 0; j < k; j++)
-        CHECK(weight_at(&tiles, e, i, j) == weight_at(&w, e, i, j));
   return tiles;
 }
 
@@ -186,37 +182,37 @@ static inline moelora_tensor new_tiles(int64_t experts, int64_t k, const moelora
                                       moelora_tile_bytes(layout->format)));
 }
 
-/* Compares |out - exact| with the error of a chain of roundings to the dtype. */
-static inline void check_close(const char *what, const moelora_tensor *out, const double *exact,
-                               const double *rounded, int64_t count) {
-  double error = 0, largest = 0;
-  int64_t cols = out->size[out->ndim - 1];
-  for (int64_t i = 0; i < count; i++) {
-    int64_t row = i / cols;
-    double got = out->ndim == 2 ? at(out, row, i % cols, 0, 0)
-                                : at(out, row / out->size[1], row % out->size[1], i % cols, 0);
-    if (!isfinite(got))
-      FAIL("%s: element %lld is %g", what, (long long)i, got);
-    error = fmax(error, fabs(got - exact[i]));
-    largest = fmax(largest, fabs(exact[i]));
-  }
-  /* The second term is one rounding of the largest output, for chains that happen to be exact. */
-  double unit = out->dtype == MOELORA_F32 ? 0x1p-22 : out->dtype == MOELORA_F16 ? 0x1p-11 : 0x1p-8;
-  double limit = 1.5 * max_difference(exact, rounded, count) + unit * largest;
-  if (error > limit)
-    FAIL("%s: error %g, expected at most %g (%s)", what, error, limit, moelora_last_plan());
-}
+static char drawn[512]; /* describes the current case in messages */
 
-/* Compares `out` with what the loops of naive.h make of a call. */
-#define CHECK_LOOPS(NAME, ARGS, OUT)                                                               \
-  do {                                                                                             \
-    const int64_t count_ = count_of(OUT);                                                          \
-    double *exact_ = allocate((size_t)count_ * sizeof *exact_);                                    \
-    double *rounded_ = allocate((size_t)count_ * sizeof *rounded_);                                \
-    naive_##NAME(ARGS, (rounding){0}, exact_);                                                     \
-    naive_##NAME(ARGS, (rounding){true, (OUT)->dtype}, rounded_);                                  \
-    check_close(#NAME, OUT, exact_, rounded_, count_);                                             \
-  } while (0)
+/* Compares rows. `slack`: allowed deviation of a row, beyond one rounding. */
+static inline void compare(const char *what, const moelora_tensor *got, const moelora_tensor *want,
+                           double slack) {
+  const int64_t columns = got->size[got->ndim - 1], rows = count_of(got) / columns;
+  const double unit = got->dtype == MOELORA_F16 ? 0x1p-11 : 0x1p-8;
+  double largest = 0;
+  for (int64_t i = 0; i < rows * columns; i++)
+    largest = fmax(largest, fabs(read_value(want->data, want->dtype, i)));
+  for (int64_t row = 0; row < rows; row++) {
+    double error = 0, size = 0, most = 0;
+    int64_t place = 0;
+    for (int64_t i = 0; i < columns; i++) {
+      const double a = read_value(got->data, got->dtype, row * columns + i);
+      const double b = read_value(want->data, want->dtype, row * columns + i);
+      const double off = isfinite(a) ? fabs(a - b) : INFINITY;
+      if (off > most)
+        most = off, place = i;
+      error += off * off, size += b * b;
+    }
+    const double limit = slack * unit * fmax(sqrt(size / (double)columns), 0.1 * largest);
+    if (!(sqrt(error / (double)columns) <= 2 * limit) || !(most <= 12 * limit))
+      FAIL("%s%s: row %lld of %lld is off by %g of %g (rms %g of %g), most at %lld of %lld: %g, "
+           "expected %g (%s)",
+           what, drawn, (long long)row, (long long)rows, most, largest,
+           sqrt(error / (double)columns), sqrt(size / (double)columns), (long long)place,
+           (long long)columns, read_value(got->data, got->dtype, row * columns + place),
+           read_value(want->data, want->dtype, row * columns + place), moelora_last_plan());
+  }
+}
 
 static inline moelora_dtype dtype_of(const char *variant) {
   return strstr(variant, "_bf16_")  ? MOELORA_BF16

@@ -1,5 +1,5 @@
-/* Random problems for compare.c, larger than those of tests/c; kernels to force for them; and the
- * comparison of results. */
+/* Random problems for compare.c, larger than those of tests/c; kernels to force for them; and
+ * their calls. */
 #pragma once
 
 #include <setjmp.h>
@@ -8,7 +8,6 @@
 
 static const char *wanted = "";
 static uint64_t hash = 14695981039346656037u;
-static char drawn[512];
 static jmp_buf skip; /* target of a case that cannot run */
 static const moelora_layout native;
 
@@ -70,36 +69,6 @@ static inline void force_any(moelora_dtype dtype, const moelora_layout *layout) 
   }
   if (*wanted)
     longjmp(skip, 1);
-}
-
-/* Compares rows. `slack`: allowed deviation of a row, beyond one rounding. */
-static inline void compare(const char *what, const moelora_tensor *got, const moelora_tensor *want,
-                           double slack) {
-  const int64_t columns = got->size[got->ndim - 1], rows = count_of(got) / columns;
-  const double unit = got->dtype == MOELORA_F16 ? 0x1p-11 : 0x1p-8;
-  double largest = 0;
-  for (int64_t i = 0; i < rows * columns; i++)
-    largest = fmax(largest, fabs(read_value(want->data, want->dtype, i)));
-  for (int64_t row = 0; row < rows; row++) {
-    double error = 0, size = 0, most = 0;
-    int64_t place = 0;
-    for (int64_t i = 0; i < columns; i++) {
-      const double a = read_value(got->data, got->dtype, row * columns + i);
-      const double b = read_value(want->data, want->dtype, row * columns + i);
-      const double off = isfinite(a) ? fabs(a - b) : INFINITY;
-      if (off > most)
-        most = off, place = i;
-      error += off * off, size += b * b;
-    }
-    const double limit = slack * unit * fmax(sqrt(size / (double)columns), 0.1 * largest);
-    if (!(sqrt(error / (double)columns) <= 2 * limit) || !(most <= 12 * limit))
-      FAIL("%s%s: row %lld of %lld is off by %g of %g (rms %g of %g), most at %lld of %lld: %g, "
-           "expected %g (%s)",
-           what, drawn, (long long)row, (long long)rows, most, largest,
-           sqrt(error / (double)columns), sqrt(size / (double)columns), (long long)place,
-           (long long)columns, read_value(got->data, got->dtype, row * columns + place),
-           read_value(want->data, want->dtype, row * columns + place), moelora_last_plan());
-  }
 }
 
 /* The same for an output that the hash has. */

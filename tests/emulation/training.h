@@ -93,12 +93,11 @@ static inline moelora_lora with_nans(const moelora_lora *lora, int64_t slot) {
   return sick;
 }
 
-/* Whether a token's adapter, or none, is not among `affected`, a bit for each. */
+/* Whether a token's adapter, or none, is not among `affected`, a bit for each slot. */
 static bool is_other(const moelora_experts_backward_args *args, uint32_t affected, int64_t m) {
   const moelora_tensor *mapping = &args->forward.adapters.token_lora_mapping;
-  const int64_t slots = slots_of(&args->forward.w13_lora, &args->forward.w2_lora);
   const double id = read_value(mapping->data, mapping->dtype, m);
-  return !(id >= 0 && id < (double)slots && affected >> (int)id & 1);
+  return !(id >= 0 && id < 32 && affected >> (int)id & 1);
 }
 
 /* Checks that `changed`, which differs from `args` in `affected` adapters, computes the same
