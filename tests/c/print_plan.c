@@ -118,20 +118,10 @@ static bool planned(moelora_status status) {
 }
 
 static void print_delta(const moelora_experts_problem *layer, const moelora_device_info *device) {
-  const int64_t n = layer->intermediate;
-  moelora_delta_problem problem = {
-      .routes = layer->routes,
-      .dtype = layer->dtype,
-      .lora = layer->w2_lora,
-      .k = layer->hidden,
-      .columns = n,
-      .x = layer->x,
-      .x_stride = layer->hidden,
-      .out = layer->out,
-      .out_stride = {layer->routes.top_k * n, n},
-      .add_inputs = true,
-  };
-  problem.lora.slice_n = problem.lora.column[1] = n;
+  moelora_delta_problem problem =
+      delta_of(layer->routes, layer->w2_lora.max_rank, layer->intermediate, layer->hidden);
+  problem.dtype = layer->dtype;
+  problem.add_inputs = true;
   static const char *const orders[] = {"route", "grouped", "sorted", "listed"};
   moelora_delta_plan plan;
   if (planned(moelora_plan_delta(&problem, device, &plan)))
@@ -143,12 +133,12 @@ static void print_backward(const moelora_experts_problem *layer,
                            const moelora_device_info *device) {
   moelora_experts_backward_problem problem = {
       .forward = *layer,
-      .dout = layer->x,
+      .dout = memory,
       .dout_stride = layer->hidden,
-      .dx = (void *)layer->x,
+      .dx = memory,
       .dx_stride = layer->hidden,
   };
-  problem.forward.saved.gate_up = (void *)layer->x;
+  problem.forward.saved.gate_up = memory;
   problem.forward.saved.gate_up_stride = layer->w13.n;
   moelora_backward_plan plan;
   if (planned(moelora_plan_experts_backward(&problem, device, &plan)))
@@ -158,24 +148,19 @@ static void print_backward(const moelora_experts_problem *layer,
 
 static void print_projection(const moelora_experts_problem *layer,
                              const moelora_device_info *device) {
-  const bool alone = strcmp(subject, "alone") == 0;
-  const int64_t n = layer->w13.n;
   moelora_gemm_backward_problem problem = {
-      .forward =
-          {
-              .routes = layer->routes,
-              .dtype = layer->dtype,
-              .x = layer->x,
-              .x_stride = layer->hidden,
-              .w = alone ? (moelora_weights){.n = n, .k = layer->hidden} : layer->w13,
-              .lora = layer->w13_lora,
-          },
-      .dout = layer->x,
-      .dout_stride = {layer->routes.top_k * n, n},
-      .dx = (void *)layer->x,
+      .forward = gemm_of(layer->routes, layer->w13),
+      .dout = memory,
+      .dx = memory,
       .dx_stride = layer->hidden,
   };
-  problem.b[0].data = (void *)layer->x;
+  moelora_gemm_problem *forward = &problem.forward;
+  memcpy(problem.dout_stride, forward->out_stride, sizeof problem.dout_stride);
+  forward->dtype = layer->dtype;
+  forward->lora = layer->w13_lora;
+  if (strcmp(subject, "alone") == 0)
+    forward->w = (moelora_weights){.n = layer->w13.n, .k = layer->hidden};
+  problem.b[0].data = memory;
   moelora_gemm_backward_plan plan;
   if (planned(moelora_plan_gemm_backward(&problem, device, &plan)))
     printf("%s %d %s %s\n", plan.variant->name, plan.variant->block_m, name_of(plan.shrink.variant),
@@ -257,30 +242,19 @@ int main(int argc, char **argv) {
   int level;
   while (scanf("%15s %lld %lld %lld %lld %lld %lld %lld %7s %i", dtype, &tokens, &top_k, &experts,
                &global, &hidden, &inner, &rank, kind, &level) == 10) {
-    moelora_experts_problem problem = {
-        .routes =
-            {
-                .num_tokens = tokens,
-                .top_k = (int32_t)top_k,
-                .num_rows = tokens * top_k,
-                .num_experts = (int32_t)experts,
-                .expert_map = global > experts ? (const int32_t *)memory : NULL,
-                .num_global = global > experts ? (int32_t)global : 0,
-                .max_loras = rank ? 8 : 0,
-                .token_lora_mapping = {.data = rank ? memory : NULL},
-            },
-        .dtype = parse_dtype(dtype),
-        .hidden = hidden,
-        .intermediate = inner,
-        .x = memory,
-        .x_stride = hidden,
-        .out = memory,
-        .out_stride = hidden,
-        .w13 = weights_of(w13.format, w13.x, MOELORA_ROWS_GATE_UP, 2 * inner, hidden),
-        .w2 = weights_of(w2.format, w2.x, MOELORA_ROWS_PLAIN, hidden, inner),
-        .w13_lora = {.num_slices = rank ? 2 : 0, .max_rank = (int32_t)rank, .slice_n = inner},
-        .w2_lora = {.num_slices = rank ? 1 : 0, .max_rank = (int32_t)rank, .slice_n = hidden},
-    };
+    moelora_experts_problem problem =
+        experts_of(routes_of(tokens, (int32_t)top_k, (int32_t)experts, rank ? 8 : 0),
+                   weights_of(w13.format, w13.x, MOELORA_ROWS_GATE_UP, 2 * inner, hidden),
+                   weights_of(w2.format, w2.x, MOELORA_ROWS_PLAIN, hidden, inner));
+    problem.dtype = parse_dtype(dtype);
+    if (global > experts) {
+      problem.routes.expert_map = (const int32_t *)memory;
+      problem.routes.num_global = (int32_t)global;
+    }
+    if (rank) {
+      problem.w13_lora = factors_of(2, (int32_t)rank, 2 * inner, hidden);
+      problem.w2_lora = factors_of(1, (int32_t)rank, hidden, inner);
+    }
     moelora_device_info device = {
         .device = MOELORA_CPU, .num_units = 1, .cpu_isa = (uint32_t)level};
     if (strcmp(kind, "cuda") == 0)
@@ -291,10 +265,6 @@ int main(int argc, char **argv) {
                                      .l2_bytes = 60 << 20,
                                      .shared_bytes = shared_kib(level) * 1024,
                                      .overlaps = level >= 90};
-    for (int i = 0; i < 2; i++) {
-      problem.w13_lora.a[i] = problem.w2_lora.a[i] = (moelora_factor){memory, 8, 8, hidden};
-      problem.w13_lora.b[i] = problem.w2_lora.b[i] = (moelora_factor){memory, 8, 8, rank};
-    }
     if (planned(moelora_check_environment()))
       print(&problem, &device);
   }

@@ -20,63 +20,18 @@ static const moelora_device_info ada = {.device = MOELORA_CUDA,
                                         .shared_bytes = 99 << 10};
 static const moelora_device_info cpu = {.device = MOELORA_CPU, .num_units = 1};
 
-static moelora_routes routes_of(int64_t tokens, int32_t top_k, int32_t experts, int32_t slots) {
-  return (moelora_routes){.num_tokens = tokens,
-                          .top_k = top_k,
-                          .num_rows = tokens * top_k,
-                          .num_experts = experts,
-                          .max_loras = slots,
-                          .token_lora_mapping = {.data = slots ? memory : NULL}};
+/* A projection and a layer of 8 experts, of rows of x that far apart. */
+static moelora_gemm_problem gemm_with(int64_t tokens, int64_t x_stride) {
+  moelora_gemm_problem p = gemm_of(routes_of(tokens, 2, 8, 0), native_of(N, K));
+  p.x_stride = x_stride;
+  return p;
 }
 
-static moelora_weights native_of(int64_t n, int64_t k) {
-  return weights_of(MOELORA_NATIVE, MOELORA_X_NATIVE, MOELORA_ROWS_PLAIN, n, k);
-}
-
-static moelora_factors factors_of(int32_t slices, int32_t rank, int64_t n, int64_t k) {
-  moelora_factors f = {.num_slices = slices, .max_rank = rank, .slice_n = n / slices};
-  for (int32_t i = 0; i < slices; i++) {
-    f.a[i] = (moelora_factor){memory, rank * k, rank * k, k};
-    f.b[i] = (moelora_factor){memory, rank * f.slice_n, rank * f.slice_n, rank};
-    f.column[i + 1] = f.column[i] + f.slice_n;
-  }
-  return f;
-}
-
-static moelora_gemm_problem gemm_of(int64_t tokens, int64_t x_stride) {
-  return (moelora_gemm_problem){.routes = routes_of(tokens, 2, 8, 0),
-                                .dtype = MOELORA_BF16,
-                                .x = memory,
-                                .x_stride = x_stride,
-                                .w = native_of(N, K),
-                                .out = memory,
-                                .out_stride = {2 * N, N}};
-}
-
-static moelora_experts_problem experts_of(int64_t tokens, int64_t x_stride) {
-  return (moelora_experts_problem){.routes = routes_of(tokens, 1, 8, 0),
-                                   .dtype = MOELORA_BF16,
-                                   .hidden = K,
-                                   .intermediate = N / 2,
-                                   .x = memory,
-                                   .x_stride = x_stride,
-                                   .w13 = native_of(N, K),
-                                   .w2 = native_of(K, N / 2),
-                                   .activation = {MOELORA_SILU, 1, INFINITY, INFINITY},
-                                   .out = memory,
-                                   .out_stride = K};
-}
-
-static moelora_delta_problem delta_of(int64_t tokens, int32_t top_k, int32_t slots, int32_t rank) {
-  return (moelora_delta_problem){.routes = routes_of(tokens, top_k, 8, slots),
-                                 .dtype = MOELORA_BF16,
-                                 .lora = factors_of(1, rank, N, K),
-                                 .k = K,
-                                 .columns = N,
-                                 .x = memory,
-                                 .x_stride = K,
-                                 .out = memory,
-                                 .out_stride = {top_k * N, N}};
+static moelora_experts_problem experts_with(int64_t tokens, int64_t x_stride) {
+  moelora_experts_problem p =
+      experts_of(routes_of(tokens, 1, 8, 0), native_of(N, K), native_of(K, N / 2));
+  p.x_stride = x_stride;
+  return p;
 }
 
 #define CHECK_PLANNED(CALL)                                                                        \
@@ -107,20 +62,20 @@ static void test_rows_of_x_far_apart(void) {
   const char *message =
       "rows of x are 2147483648 elements apart: the GPU kernels take at most 2147483647";
   moelora_gemm_plan plan;
-  moelora_gemm_problem p = gemm_of(31, far);
+  moelora_gemm_problem p = gemm_with(31, far);
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
-  p = gemm_of(16, far), p.x_per_row = true; /* 32 rows */
+  p = gemm_with(16, far), p.x_per_row = true; /* 32 rows */
   CHECK_INT(gemm_family(&p), MOELORA_SM80);
-  p = gemm_of(32, far);
+  p = gemm_with(32, far);
   for (int forced = 0; forced < 2; forced++) {
     CHECK_OK(moelora_force_variant(forced ? "gemm_bf16_96x128x64_sm90" : NULL));
     CHECK_INT(gemm_family(&p), MOELORA_SM80);
   }
   CHECK_OK(moelora_force_variant(NULL));
-  p = gemm_of(15, 2 * far);
+  p = gemm_with(15, 2 * far);
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
   CHECK_REFUSED(moelora_plan_gemm(&p, &ada, &plan), message);
-  p = gemm_of(16, 2 * far);
+  p = gemm_with(16, 2 * far);
   CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan), message);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
   /* e4m3 x is in the workspace */
@@ -131,7 +86,7 @@ static void test_rows_of_x_far_apart(void) {
 /* Tiles of a run look their adapters up once: tiles of different slices are in none. */
 static void test_projections_of_several_slices_have_no_runs(void) {
   moelora_gemm_plan plan;
-  moelora_gemm_problem p = gemm_of(4096, K);
+  moelora_gemm_problem p = gemm_with(4096, K);
   p.w = native_of(4096, 128);
   p.x_stride = p.w.k, p.out_stride[0] = 2 * p.w.n, p.out_stride[1] = p.w.n;
   p.routes = routes_of(4096, 2, 8, 4);
@@ -146,17 +101,17 @@ static void test_projections_of_several_slices_have_no_runs(void) {
 static void test_hidden_states_far_apart(void) {
   const int64_t far = INT64_C(1) << 30;
   moelora_experts_plan plan;
-  moelora_experts_problem p = experts_of(31, far);
+  moelora_experts_problem p = experts_with(31, far);
   CHECK_INT(layer_family(&p), MOELORA_SM90);
-  p = experts_of(32, far);
+  p = experts_with(32, far);
   CHECK_INT(layer_family(&p), MOELORA_SM80);
   p.apply_router_weight_on_input = true; /* scaled rows are in the workspace */
   CHECK_INT(layer_family(&p), MOELORA_SM90);
   const char *message = "rows of hidden_states are 4294967296 elements apart: the GPU kernels take "
                         "at most 2147483647";
-  p = experts_of(32, 4 * far);
+  p = experts_with(32, 4 * far);
   CHECK_REFUSED(moelora_plan_experts(&p, &hopper, &plan), message);
-  p = experts_of(2, 4 * far); /* Hopper's kernels count 16 bytes */
+  p = experts_with(2, 4 * far); /* Hopper's kernels count 16 bytes */
   CHECK_INT(layer_family(&p), MOELORA_SM90);
   CHECK_OK(moelora_limit_capability(80));
   CHECK_REFUSED(moelora_plan_experts(&p, &hopper, &plan), message);
@@ -167,7 +122,7 @@ static void test_hidden_states_far_apart(void) {
 static void test_rows_of_factors_far_apart(void) {
   const int64_t far = INT64_C(1) << 31; /* elements: 4 GiB */
   moelora_gemm_backward_plan gemm_plan;
-  moelora_gemm_backward_problem gemm = {.forward = gemm_of(64, K), .dout_stride = {2 * N, N}};
+  moelora_gemm_backward_problem gemm = {.forward = gemm_with(64, K), .dout_stride = {2 * N, N}};
   gemm.forward.routes = routes_of(64, 2, 8, 4);
   gemm.forward.lora = factors_of(1, RANK, N, K);
   gemm.forward.lora.b[0].stride_i = far - 1;
@@ -181,7 +136,7 @@ static void test_rows_of_factors_far_apart(void) {
   CHECK_PLANNED(moelora_plan_gemm_backward(&gemm, &hopper, &gemm_plan));
 
   moelora_backward_plan plan;
-  moelora_experts_backward_problem layer = {.forward = experts_of(64, K), .dout_stride = K};
+  moelora_experts_backward_problem layer = {.forward = experts_with(64, K), .dout_stride = K};
   layer.forward.routes = routes_of(64, 1, 8, 4);
   layer.forward.w13_lora = factors_of(2, RANK, N, K);
   layer.forward.w2_lora = factors_of(1, RANK, K, N / 2);
@@ -199,12 +154,12 @@ static void test_rows_of_factors_far_apart(void) {
 /* The driver rejects tensor maps with strides of 2^40 bytes or more. */
 static void test_strides_of_tensor_maps(void) {
   const int64_t most = INT64_C(1) << 39; /* elements of 16 bits */
-  moelora_gemm_problem p = gemm_of(64, K);
+  moelora_gemm_problem p = gemm_with(64, K);
   p.w.stride_e = most - 8;
   CHECK_INT(gemm_family(&p), MOELORA_SM90);
   p.w.stride_e = most;
   CHECK_INT(gemm_family(&p), MOELORA_SM80);
-  p = gemm_of(64, K);
+  p = gemm_with(64, K);
   p.w.stride_n = most / N;
   CHECK_INT(gemm_family(&p), MOELORA_SM80);
 
@@ -227,21 +182,21 @@ static void test_ranks(void) {
   const char *message = "rank 4096: the GPU kernels take ranks below 4096";
   moelora_gemm_plan plan;
   moelora_experts_plan layer;
-  moelora_gemm_problem p = gemm_of(64, K);
+  moelora_gemm_problem p = gemm_with(64, K);
   p.routes = routes_of(64, 2, 8, 4);
   p.lora = factors_of(1, MAX_RANK, N, K);
   CHECK_PLANNED(moelora_plan_gemm(&p, &hopper, &plan));
   p.lora = factors_of(1, MAX_RANK + 1, N, K);
   CHECK_REFUSED(moelora_plan_gemm(&p, &hopper, &plan), message);
   CHECK_PLANNED(moelora_plan_gemm(&p, &cpu, &plan));
-  moelora_experts_problem first = experts_of(64, K), second = first;
+  moelora_experts_problem first = experts_with(64, K), second = first;
   first.routes = second.routes = routes_of(64, 1, 8, 4);
   first.w13_lora = factors_of(2, MAX_RANK + 1, N, K);
   second.w2_lora = factors_of(1, MAX_RANK + 1, K, N / 2);
   CHECK_REFUSED(moelora_plan_experts(&first, &hopper, &layer), message);
   CHECK_REFUSED(moelora_plan_experts(&second, &hopper, &layer), message);
   /* Deltas do not use the packed ranks that sorts list. */
-  moelora_delta_problem d = delta_of(4096, 2, 4, MAX_RANK);
+  moelora_delta_problem d = delta_of(routes_of(4096, 2, 8, 4), MAX_RANK, N, K);
   moelora_delta_plan delta;
   CHECK_PLANNED(moelora_plan_delta(&d, &hopper, &delta));
   CHECK_INT(delta.shrink[0].variant->method, MOELORA_SHRINK_SEGMENTS);
@@ -274,8 +229,8 @@ static void test_keys(void) {
     moelora_align_problem align = {
         .mode = MOELORA_ALIGN_UNIFORM, .routes = routes, .block_size = 16, .max_blocks = M};
     moelora_align_lists_problem lists = {.routes = routes, .lists = {.block_size = 16}};
-    moelora_gemm_problem gemm = gemm_of(M, K);
-    moelora_experts_problem layer = experts_of(M, K);
+    moelora_gemm_problem gemm = gemm_with(M, K);
+    moelora_experts_problem layer = experts_with(M, K);
     gemm.routes = layer.routes = routes;
     moelora_align_plan align_plan, lists_plan;
     moelora_gemm_plan gemm_plan;
@@ -314,7 +269,7 @@ static void test_keys(void) {
     CHECK_INT(plan.tokens.variant == NULL, sorts[i].one);
   }
   const char *message = cases[3].message;
-  moelora_delta_problem d = delta_of(M, 1, MOELORA_SORT_KEYS, RANK);
+  moelora_delta_problem d = delta_of(routes_of(M, 1, 8, MOELORA_SORT_KEYS), RANK, N, K);
   const moelora_mlp_delta_problem mlp = {{d, d}};
   moelora_delta_plan plan;
   CHECK_REFUSED(moelora_plan_delta(&d, &hopper, &plan), message);
