@@ -12,12 +12,12 @@ import torch
 from cases import Spec, among, same_bits
 from checks import assert_close_to_ref, assert_gemm_is_the_cpus
 from conftest import CUDA_DTYPES, needs_gpu
+from quantized_cases import check_layer
 from test_align import OPERATORS, assert_same, every_alignment
 
 import moelora
 from moelora import _C
 from moelora.reference import (
-    fused_experts_lora_ref,
     fused_moe_lora_gemm_ref,
     naive_fused_experts_lora,
     naive_fused_moe_lora_gemm,
@@ -42,8 +42,7 @@ def test_a_newer_gpu_runs_the_portable_kernels(as_sm80, dtype):
         p = Spec(tokens=tokens, hidden=192, inter=136, ranks=(8, 32), dtype=dtype).build()
         y = moelora.fused_experts_lora(**p.to(GPU).kwargs())
         plans.add(_C.last_plan())
-        ref = fused_experts_lora_ref(**p.kwargs())
-        assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), dtype)
+        check_layer(y, p)
     assert all("_sm90" not in plan for plan in plans)
     assert len(plans) > 2, "blocks follow the rows of an expert"
 
@@ -220,8 +219,7 @@ def test_adapter_offsets_beyond_int32():
     assert {0, 1} <= set(p.token_lora_mapping.tolist())
     large = among(p.to(GPU), experts, [0, 1, 255], slots, [0, 19])
     y = moelora.fused_experts_lora(**large.kwargs())
-    ref = fused_experts_lora_ref(**p.kwargs())
-    assert_close_to_ref(y, ref, naive_fused_experts_lora(**p.kwargs()), torch.bfloat16)
+    check_layer(y, p)
 
 
 @pytest.mark.slow
@@ -250,8 +248,7 @@ def test_row_offsets_beyond_int32():
     routing = {name: t.to(GPU) for name, t in routing.items()}
     there = replace(p.to(GPU), hidden_states=x, **routing)
     y = moelora.fused_experts_lora(**there.kwargs())[windows]
-    ref = fused_experts_lora_ref(**small.kwargs())
-    assert_close_to_ref(y, ref, naive_fused_experts_lora(**small.kwargs()), torch.bfloat16)
+    check_layer(y, small)
     del y, x
 
     rows = torch.zeros(tokens, 64, dtype=torch.bfloat16, device=GPU)
@@ -276,8 +273,7 @@ def test_rows_of_x_that_span_more_than_64_gib():
     there = replace(p.to(GPU), hidden_states=x)
     y = moelora.fused_experts_lora(**there.kwargs())
     assert "_sm80" in _C.last_plan().split()[0]
-    naive = naive_fused_experts_lora(**p.kwargs())
-    assert_close_to_ref(y, fused_experts_lora_ref(**p.kwargs()), naive, torch.bfloat16)
+    check_layer(y, p)
 
 
 @pytest.mark.slow
@@ -288,13 +284,11 @@ def test_weight_offsets_beyond_int32():
     spec = Spec(tokens=6, top_k=2, experts=2, hidden=hidden, inter=inter, ranks=(16,))
     p = replace(spec, dtype=torch.bfloat16).build().base()
     there = among(p.to(GPU), experts, [0, experts - 1], 0, []).kwargs()
-    ref = fused_experts_lora_ref(**p.kwargs())
-    naive = naive_fused_experts_lora(**p.kwargs())
-    assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
+    check_layer(moelora.fused_experts_lora(**there), p)
 
     there["w13"] = packed = moelora.prepack_weights(there["w13"])
     assert same_bits(packed.unpack()[-1].cpu(), p.w13[-1])
-    assert_close_to_ref(moelora.fused_experts_lora(**there), ref, naive, torch.bfloat16)
+    check_layer(moelora.fused_experts_lora(**there), p)
 
 
 # ---- errors ----

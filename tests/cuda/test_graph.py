@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import Problem, Spec, same_bits
 from checks import assert_close_to_ref, naming
-from conftest import needs_gpu
+from conftest import CUDA_DTYPES, needs_gpu
 from quantized_cases import (
     NATIVE,
     Quantized,
@@ -28,7 +28,6 @@ from moelora.reference import fused_moe_lora_gemm_ref, naive_fused_moe_lora_gemm
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
-DTYPES = (torch.bfloat16, torch.float16)
 FORMS = of_each_kernel()
 every_form = pytest.mark.parametrize("form", FORMS)
 SLOTS, RANK = 4, 32
@@ -113,7 +112,7 @@ def check_replays(first: Problem | Quantized, call, check) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 7, 33, 300])
 def test_layer(tokens, dtype, form):
     def call(p):
