@@ -131,24 +131,16 @@ static inline double round_to_digits(double x, int digits, int least) {
   return ldexp(nearbyint(ldexp(x, -unit)), unit);
 }
 
-static inline double round_to(double x, moelora_dtype dtype) {
-  if (dtype == MOELORA_BF16)
-    return round_to_digits(x, 8, -125);
-  if (dtype == MOELORA_F16)
-    return round_to_digits(x, 11, -13);
-  return (float)x;
-}
-
 static inline void write_value(void *data, moelora_dtype dtype, int64_t at, double x) {
   if (dtype == MOELORA_F32) {
     ((float *)data)[at] = (float)x;
   } else if (dtype == MOELORA_BF16) {
-    float rounded = (float)round_to(x, dtype);
+    float rounded = (float)round_to_digits(x, 8, -125);
     uint32_t bits;
     memcpy(&bits, &rounded, 4);
     ((uint16_t *)data)[at] = (uint16_t)(bits >> 16);
   } else if (dtype == MOELORA_F16) {
-    double rounded = round_to(x, dtype), magnitude = fabs(rounded);
+    double magnitude = fabs(round_to_digits(x, 11, -13));
     uint16_t bits = signbit(x) ? 0x8000 : 0;
     int exponent;
     frexp(magnitude, &exponent);
