@@ -9,7 +9,6 @@ The model's tokens are bytes. Byte 0 occurs in none of the texts and serves as p
 
 import sysconfig
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,26 +27,14 @@ STDLIB_PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Domain:
-    description: str
-    files: tuple[str, ...]  # glob patterns below the standard library's folder
-    exclude: tuple[str, ...] = ()  # path prefixes
-
-
-DOMAINS = {
-    "stdlib": Domain(
-        "standard library source",
-        ("LICENSE.txt", "*.py", *(f"{package}/**/*.py" for package in STDLIB_PACKAGES)),
-        exclude=("_sysconfigdata", "turtle", "ctypes/test", "unittest/test"),
-    ),
-    "reference": Domain("language reference, English prose", ("pydoc_data/topics.py",)),
-    "charmap": Domain("character tables of 8-bit encodings", ("encodings/*.py",)),
-    "gui": Domain(
-        "graphical programs", ("turtle.py", "turtledemo/*.py", "tkinter/*.py", "idlelib/*.py")
-    ),
-    "tests": Domain("unit tests", ("test/test_*.py", "unittest/test/test*.py", "ctypes/test/*.py")),
+DOMAINS = {  # of each, glob patterns below the standard library's folder
+    "stdlib": ("LICENSE.txt", "*.py", *(f"{package}/**/*.py" for package in STDLIB_PACKAGES)),
+    "reference": ("pydoc_data/topics.py",),
+    "charmap": ("encodings/*.py",),
+    "gui": ("turtle.py", "turtledemo/*.py", "tkinter/*.py", "idlelib/*.py"),
+    "tests": ("test/test_*.py", "unittest/test/test*.py", "ctypes/test/*.py"),
 }
+NOT_STDLIB = ("_sysconfigdata", "turtle", "ctypes/test", "unittest/test")  # prefixes
 ADAPTER_DOMAINS = tuple(name for name in DOMAINS if name != "stdlib")
 
 
@@ -64,13 +51,13 @@ def _documents(domain: str) -> dict[str, bytes]:
     """Name -> text, in a fixed order."""
     if domain == "reference":
         return _reference()
-    spec = DOMAINS[domain]
+    excluded = NOT_STDLIB if domain == "stdlib" else ()
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = {}
-    for path in sorted({p for pattern in spec.files for p in root.glob(pattern)}):
+    for path in sorted({p for pattern in DOMAINS[domain] for p in root.glob(pattern)}):
         name = path.relative_to(root).as_posix()
         data = path.read_bytes()
-        if name.startswith(spec.exclude) or b"\0" in data:
+        if name.startswith(excluded) or b"\0" in data:
             continue
         try:
             data.decode()
@@ -105,9 +92,16 @@ def training_tokens(domain: str) -> torch.Tensor:
     if len(data) < 50_000:
         raise RuntimeError(
             f"this Python carries {len(data)} bytes of the domain {domain!r}, training wants 50000 "
-            f"or more; a full CPython build has the files {DOMAINS[domain].files}"
+            f"or more; a full CPython build has the files {DOMAINS[domain]}"
         )
     return encode(data)
+
+
+def draw_rows(text: torch.Tensor, count: int, length: int = WINDOW, seed: int = 0) -> torch.Tensor:
+    """`(count, length)` tokens, each row from a random place of `text`."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length, (count, 1), generator=generator)
+    return text[starts + torch.arange(length)]
 
 
 def held_out_excerpt(domain: str, size: int = EVAL_BYTES, pieces: int = 8) -> bytes:

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import transformers
-from demo_data import MODEL_DIR, training_tokens
+from demo_data import MODEL_DIR, draw_rows, training_tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -47,14 +47,6 @@ def load(mode: str | None, world: int) -> transformers.PreTrainedModel:
     elif torch.cuda.is_available():
         options["device_map"] = "cuda"
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, **options)
-
-
-def tokens(steps: int = 10, batch: int = 8, length: int = 64, seed: int = 0) -> torch.Tensor:
-    """(steps, batch, length) of a text."""
-    text = training_tokens("charmap")
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - length, (steps, batch, 1), generator=generator)
-    return text[starts + torch.arange(length)]
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -83,10 +75,11 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, foreach=False
     )
-    batches = tokens(args.steps, args.batch, args.length, args.seed).to(model.device)
+    text = training_tokens("charmap")
+    batches = draw_rows(text, args.steps * args.batch, args.length, args.seed).to(model.device)
     parts = world if world > 1 and (args.mode or "ep") == "ep" else 1
     mine = slice(rank % parts * args.batch // parts, (rank % parts + 1) * args.batch // parts)
-    for step, rows in enumerate(batches):
+    for step, rows in enumerate(batches.split(args.batch)):
         loss = model(rows[mine], labels=rows[mine], use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -103,7 +96,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
 def serve(args: argparse.Namespace, rank: int, world: int) -> None:
     model = load(args.mode, world).eval()
     pool = moelora_hf.load_adapters(model, {"trained": args.adapter})
-    text = tokens().flatten(0, 1).to(model.device)
+    text = draw_rows(training_tokens("charmap"), 80, 64).to(model.device)
     rows = text[:1, :32].repeat(2, 1)
     names = ["trained", None]
     if world > 1 and (args.mode or "ep") == "ep":

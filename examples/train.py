@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import matplotlib
 import torch
 import transformers
-from demo_data import ADAPTER_DOMAINS, MODEL_DIR, eval_windows, training_tokens
+from demo_data import ADAPTER_DOMAINS, MODEL_DIR, draw_rows, eval_windows, training_tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,27 +31,10 @@ import moelora.integrations.peft as moelora_peft
 import moelora.integrations.transformers as moelora_hf
 
 SEED = 20240601
-WINDOW = 256
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": TARGETS}
 ENGINES = ("PEFT", "moelora")
 SAME = 1e-3  # nats; what float32 sums in another order make of a loss after some steps
-
-
-class Windows(torch.utils.data.Dataset):
-    """Fixed random windows of a domain's training text."""
-
-    def __init__(self, domain: str, count: int):
-        text = training_tokens(domain)
-        generator = torch.Generator().manual_seed(SEED)
-        starts = torch.randint(len(text) - WINDOW, (count,), generator=generator).tolist()
-        self.rows = [text[start : start + WINDOW] for start in starts]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 @dataclass
@@ -117,10 +100,11 @@ def train(engine: str, domain: str, args: argparse.Namespace, progress: Progress
         use_cpu=True,
         seed=SEED,
     )
+    rows = draw_rows(training_tokens(domain), args.steps * args.batch, seed=SEED)
     trainer = Trainer(
         model,
         options,
-        train_dataset=Windows(domain, args.steps * args.batch),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[Watch(curve, progress, f"{domain}, {engine}", args.steps)],
     )
     trainer.remove_callback(transformers.PrinterCallback)

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import transformers
-from demo_data import MODEL_DIR, training_tokens
+from demo_data import MODEL_DIR, draw_rows, training_tokens
 from peft import LoraConfig, get_peft_model
 from quantized_folders import TARGETS, gpt_oss, make_folder
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -135,10 +135,8 @@ def main() -> int:
         if rank == 0:
             print(text, flush=True)
 
-    text = training_tokens("charmap")
-    draws = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(text) - args.length, (args.steps, args.batch), generator=draws)
-    batches = text[starts.unsqueeze(-1) + torch.arange(args.length)].to(device)
+    rows = draw_rows(training_tokens("charmap"), args.steps * args.batch, args.length)
+    batches = rows.to(device).split(args.batch)
     own = slice(rank * args.batch // world, (rank + 1) * args.batch // world)
 
     model = load(args, device)

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import transformers
-from demo_data import training_tokens
+from demo_data import draw_rows, training_tokens
 from peft import LoraConfig, get_peft_model
 from quantized_folders import TARGETS, gpt_oss, make_folder, qwen3_moe
 from rich.console import Console
@@ -64,8 +64,7 @@ def data(model: str | None, length: int, count: int) -> torch.Tensor:
     if model is not None:
         words = bytes(text.tolist()).decode(errors="replace")
         text = torch.tensor(AutoTokenizer.from_pretrained(model)(words)["input_ids"])
-    starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(0))
-    return torch.stack([text[start : start + length] for start in starts.tolist()])
+    return draw_rows(text, count, length)
 
 
 def at_least(least: int):
