@@ -39,13 +39,11 @@
 #include "core/plan_tile.h"
 #include "plans.h"
 
-static const moelora_dtype dtypes[] = {MOELORA_F32, MOELORA_BF16, MOELORA_F16};
-static const char *dtype_names[] = {"float32", "bfloat16", "float16"};
-
 static moelora_dtype parse_dtype(const char *name) {
+  static const char *const names[] = {"float32", "bfloat16", "float16"};
   for (int i = 0; i < 3; i++)
-    if (strcmp(name, dtype_names[i]) == 0)
-      return dtypes[i];
+    if (strcmp(name, names[i]) == 0)
+      return (moelora_dtype)i;
   fprintf(stderr, "dtype %s\n", name);
   exit(2);
 }
