@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import peft
@@ -67,24 +68,20 @@ LORA = {  # every adapter has another rank, and each way of scaling occurs
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-class Windows:
+def batches(domains: dict[str, float], steps: int) -> Iterator[torch.Tensor]:
     """Random windows of several texts, drawn with given shares."""
-
-    def __init__(self, domains: dict[str, float], seed: int):
-        self.texts = [training_tokens(name) for name in domains]
-        self.shares = torch.tensor(list(domains.values()))
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def batch(self, size: int) -> torch.Tensor:
-        picks = torch.multinomial(self.shares, size, replacement=True, generator=self.generator)
+    texts = [training_tokens(name) for name in domains]
+    shares = torch.tensor(list(domains.values()))
+    draws = torch.Generator().manual_seed(SEED)
+    for _ in range(steps):
         rows = []
-        for text in (self.texts[i] for i in picks.tolist()):
-            at = int(torch.randint(len(text) - WINDOW, (1,), generator=self.generator))
-            rows.append(text[at : at + WINDOW])
-        return torch.stack(rows)
+        for i in torch.multinomial(shares, BATCH, replacement=True, generator=draws).tolist():
+            at = int(torch.randint(len(texts[i]) - WINDOW, (1,), generator=draws))
+            rows.append(texts[i][at : at + WINDOW])
+        yield torch.stack(rows)
 
 
-def train(model, windows: Windows, steps: int, lr: float, decay: float, title: str) -> float:
+def train(model, domains: dict, steps: int, lr: float, decay: float, title: str) -> float:
     """AdamW with a short warm-up and a cosine; returns the CPU seconds it took."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=decay)
@@ -99,8 +96,7 @@ def train(model, windows: Windows, steps: int, lr: float, decay: float, title: s
         task = progress.add_task(title, total=steps, loss="")
         model.train()
         smooth = None
-        for _ in range(steps):
-            tokens = windows.batch(BATCH)
+        for tokens in batches(domains, steps):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -141,7 +137,7 @@ def train_base(folder: Path, steps: int) -> float:
     model.set_experts_implementation("grouped_mm")
     shares = dict.fromkeys(ADAPTER_DOMAINS, ADAPTER_SHARE)
     shares["stdlib"] = 1 - sum(shares.values())
-    seconds = train(model, Windows(shares, SEED), steps, BASE_LR, 0.1, "base model")
+    seconds = train(model, shares, steps, BASE_LR, 0.1, "base model")
     model.config.output_router_logits = False
     model.to(torch.bfloat16).save_pretrained(folder)
     return seconds
@@ -153,7 +149,7 @@ def train_adapter(base: Path, folder: Path, name: str, steps: int) -> float:
         target_modules=[], target_parameters=TARGETS, task_type="CAUSAL_LM", **LORA[name]
     )
     model = get_peft_model(load_base(base), config)
-    seconds = train(model, Windows({name: 1.0}, SEED), steps, ADAPTER_LR, 0.0, f"adapter {name}")
+    seconds = train(model, {name: 1.0}, steps, ADAPTER_LR, 0.0, f"adapter {name}")
     model.peft_config["default"].base_model_name_or_path = "examples/demo_model"
     model.to(torch.bfloat16).save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
