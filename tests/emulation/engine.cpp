@@ -78,6 +78,13 @@ void perform(Group &group) {
   group.clear();
 }
 
+void perform_all_but(int pending, std::deque<Group> &groups) {
+  while ((int)groups.size() > pending) {
+    perform(groups.front());
+    groups.pop_front();
+  }
+}
+
 namespace {
 
 const char *setting(const char *name, const char *other) {
@@ -103,10 +110,7 @@ bool is_alive(const Cluster *cluster) {
 void enter() {
   (*body)();
   for (int kind = 0; kind < KINDS; kind++)
-    while (!self->groups[kind].empty()) {
-      perform(self->groups[kind].front());
-      self->groups[kind].pop_front();
-    }
+    perform_all_but(0, self->groups[kind]);
   self->done = true;
   self->cta->alive--;
   progress++;
@@ -299,14 +303,10 @@ void run_grid(const Launch &wanted, const std::function<void()> &thread) {
     fail("the grid ended before %zu waits", waiters.size());
 }
 
-void yield() {
+bool spin(const char *waits) {
+  self->waits = waits;
   yielded.push_back(self);
   to_scheduler();
-}
-
-bool spin() {
-  self->waits = "a write";
-  yield();
   self->waits = nullptr;
   return true;
 }

@@ -44,11 +44,6 @@ void run_grid(const Launch &launch, const std::function<void()> &thread);
 /* Current device of the launching host thread; only affects bookkeeping. */
 extern thread_local int current_device;
 
-struct Place {
-  const char *file;
-  int line;
-};
-
 /* Schedules an asynchronous operation of this fiber. */
 void later(std::function<void()> what);
 /* Waits until all but the last `pending` groups of this fiber have completed. */
@@ -59,9 +54,8 @@ void wait_group(Kind kind, int pending);
 /* Runs once all prior copies of this fiber have completed. */
 void after_copies(std::function<void()> what);
 
-void yield();
 /* Yields, in a loop that polls memory, until another fiber has written; returns true. */
-bool spin();
+bool spin(const char *waits = "a write");
 
 /* Named barriers of a CTA for `count` threads; sync returns whether any thread passed `value`. */
 bool barrier_sync(int id, int count, bool value = false);
@@ -76,9 +70,6 @@ void meet(uint32_t mask, Together all, void *mine);
 char *window();
 char *window_of(unsigned rank);
 unsigned cluster_rank();
-inline void *at(uint32_t address) {
-  return window() + address;
-}
 char *checked(uint32_t address, uint32_t bytes);
 size_t reserve_static(size_t bytes, size_t alignment);
 inline char *dynamic_shared() {

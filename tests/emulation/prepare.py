@@ -1,7 +1,7 @@
 """Translate csrc/cuda, without the files that wrap PTX, to C++ for the engine.
 
-Rewrites shared memory, launches in angle brackets, and loops that poll memory, which macros cannot
-express. Unchanged files keep their modification time.
+Rewrites shared memory and loops that poll memory, which macros cannot express. Unchanged files keep
+their modification time.
 
 python prepare.py csrc build/emulation/900/src [VARIANTS]
 
@@ -17,7 +17,6 @@ STATIC = re.compile(
     r"^( *)__shared__ (__align__\(\w+\) )?(typename [\w:]+|\w+(?:<[^;]*?>)?) ([^;]*);", re.M
 )
 SPIN = re.compile(r"^( *while \()([^;{}]*)\);$", re.M)  # without a body, or behind that of a `do`
-LAUNCH = re.compile(r"\b(\w+(?:<[^<>;()]*>)?)<<<(.*?)>>>", re.S)
 
 
 def static(match):
@@ -35,8 +34,7 @@ def static(match):
 def prepare(text):
     text = DYNAMIC.sub(r"\1 *const \2 = (\1 *)emulation::dynamic_shared();", text)
     text = STATIC.sub(static, text)
-    text = SPIN.sub(r"\1(\2) && emulation::spin());", text)
-    return LAUNCH.sub(r"emulated_launch(\1, \2)", text)
+    return SPIN.sub(r"\1(\2) && emulation::spin());", text)
 
 
 def main(csrc, out, variants=""):

@@ -79,5 +79,7 @@ void release(std::vector<Fiber *> &waiting);
 /* Blocks until another fiber makes this one ready; `what` is a format string with three numbers. */
 void block(const char *what, int64_t a = 0, int64_t b = 0, int64_t c = 0);
 void perform(Group &group);
+/* Performs the oldest of these groups, until so many are left. */
+void perform_all_but(int pending, std::deque<Group> &groups);
 
 } // namespace emulation

@@ -34,10 +34,7 @@ void commit_group(Kind kind) {
 }
 
 void wait_group(Kind kind, int pending) {
-  while ((int)self->groups[kind].size() > pending) {
-    perform(self->groups[kind].front());
-    self->groups[kind].pop_front();
-  }
+  perform_all_but(pending, self->groups[kind]);
 }
 
 void after_copies(std::function<void()> what) {
@@ -94,11 +91,8 @@ void grid_wait(unsigned token) {
   if (!launch.cooperative)
     fail("a wait for a grid that is not cooperative");
   if (self->thread == 0)
-    while (grid_arrivals < token * launch.grid.x) {
-      self->waits = "the grid";
-      yield();
-      self->waits = nullptr;
-    }
+    while (grid_arrivals < token * launch.grid.x)
+      spin("the grid");
   barrier_sync(0, (int)launch.block.x);
 }
 
@@ -215,11 +209,7 @@ void commit_products() {
 }
 
 void wait_products(int pending) {
-  Warp &warp = own_warp();
-  while ((int)warp.groups.size() > pending) {
-    perform(warp.groups.front());
-    warp.groups.pop_front();
-  }
+  perform_all_but(pending, own_warp().groups);
 }
 
 } // namespace emulation

@@ -1,5 +1,4 @@
-#ifndef EMULATION_COOPERATIVE_GROUPS_H
-#define EMULATION_COOPERATIVE_GROUPS_H
+#pragma once
 
 #include "engine.h"
 
@@ -12,5 +11,3 @@ inline grid_group this_grid() {
   return {};
 }
 } // namespace cooperative_groups
-
-#endif

@@ -1,6 +1,5 @@
 /* Tensor maps: the driver's API, and their emulated contents. */
-#ifndef EMULATION_CUDA_H
-#define EMULATION_CUDA_H
+#pragma once
 
 #include <stdint.h>
 
@@ -34,5 +33,3 @@ struct alignas(64) CUtensorMap {
   uint32_t box[5];
   uint8_t rank, element_bytes, swizzle; /* swizzle: of rows of so many bytes; 0: none */
 };
-
-#endif

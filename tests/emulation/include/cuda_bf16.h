@@ -1,5 +1,4 @@
-#ifndef EMULATION_CUDA_BF16_H
-#define EMULATION_CUDA_BF16_H
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -18,5 +17,3 @@ inline __nv_bfloat16 __float2bfloat16_rn(float v) {
 inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 v) {
   return v.bits;
 }
-
-#endif

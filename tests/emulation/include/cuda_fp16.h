@@ -1,5 +1,4 @@
-#ifndef EMULATION_CUDA_FP16_H
-#define EMULATION_CUDA_FP16_H
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -32,5 +31,3 @@ inline uint16_t __half_as_ushort(__half v) {
 inline float2 __half22float2(__half2 v) {
   return {__half2float(v.x), __half2float(v.y)};
 }
-
-#endif

@@ -1,5 +1,4 @@
-#ifndef EMULATION_CUDA_FP8_H
-#define EMULATION_CUDA_FP8_H
+#pragma once
 
 #include <cuda_fp16.h>
 
@@ -43,5 +42,3 @@ inline __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t v, __nv_fp8_i
   return {__float2half_rn(emulation::from_e4m3((uint8_t)v)).bits,
           __float2half_rn(emulation::from_e4m3((uint8_t)(v >> 8))).bits};
 }
-
-#endif

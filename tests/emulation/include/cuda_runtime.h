@@ -1,6 +1,5 @@
 /* The CUDA runtime API that the sources use, on the engine. */
-#ifndef EMULATION_CUDA_RUNTIME_H
-#define EMULATION_CUDA_RUNTIME_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -98,12 +97,6 @@ template <class T> T __ldcs(const T *p) {
 }
 
 inline void __threadfence_block() {}
-inline uint32_t __cvta_generic_to_shared(const void *p) {
-  const ptrdiff_t offset = (const char *)p - emulation::window();
-  if (offset < 0 || offset >= (ptrdiff_t)emulation::kWindow)
-    emulation::fail("an address that is not of shared memory");
-  return (uint32_t)offset;
-}
 inline void __syncthreads() {
   emulation::barrier_sync(0, (int)blockDim.x);
 }
@@ -359,22 +352,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
   emulation::run_grid(launch, [=] { kernel(arguments...); });
   return cudaSuccess;
 }
-/* kernel<<<grid, block, shared, stream>>>(arguments) */
-template <class Kernel>
-auto emulated_launch(Kernel kernel, dim3 grid, dim3 block, size_t shared = 0,
-                     cudaStream_t = nullptr) {
-  return [=](auto... arguments) {
-    emulation::Launch launch;
-    launch.grid = grid;
-    launch.block = block;
-    launch.shared = shared;
-    emulation::run_grid(launch, [=] { kernel(arguments...); });
-  };
-}
 
 typedef enum { cudaDriverEntryPointSuccess } cudaDriverEntryPointQueryResult;
 enum { cudaEnableDefault };
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version,
                                              int flags, cudaDriverEntryPointQueryResult *result);
-
-#endif

@@ -1,6 +1,5 @@
 /* csrc/cuda/ptx/arithmetic.cuh in C. */
-#ifndef MOELORA_CUDA_PTX_ARITHMETIC_CUH
-#define MOELORA_CUDA_PTX_ARITHMETIC_CUH
+#pragma once
 
 #include "cuda/ptx/mma.cuh"
 
@@ -61,5 +60,3 @@ inline float soft_capped_activation(float gate, float up, float alpha, float inv
   const float q = 1.f / (exp2f(gate * -1.4426950408889634f) + 1.f);
   return g * q * soft_cap(up, limit, inverse_limit, slope);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* csrc/cuda/ptx/hopper.cuh on the engine. */
-#ifndef MOELORA_CUDA_PTX_HOPPER_CUH
-#define MOELORA_CUDA_PTX_HOPPER_CUH
+#pragma once
 
 #include <cuda.h>
 #include <stdint.h>
@@ -108,13 +107,12 @@ template <int PENDING> void wgmma_wait() {
       ~0u, [](void *const(&)[32], uint32_t) { emulation::wait_products(PENDING); }, nullptr);
 }
 template <int COUNT> void fence_accumulators(float *) {}
-inline uint64_t wgmma_descriptor(uint32_t address) {
-  return ((uint64_t)1 << 62) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 16) |
-         (uint64_t)((address & 0x3FFFF) >> 4);
-}
 inline uint64_t wgmma_descriptor_of(uint32_t address, int steps) {
   const uint32_t high = (uint32_t)(3 - steps / 2) << 30 | (uint32_t)steps * (256 >> 4);
   return ((uint64_t)high << 32) | ((uint64_t)1 << 16) | (uint64_t)((address & 0x3FFFF) >> 4);
+}
+inline uint64_t wgmma_descriptor(uint32_t address) {
+  return wgmma_descriptor_of(address, 4);
 }
 inline uint64_t move_descriptor(uint64_t descriptor, uint32_t by) {
   return (descriptor & ~(uint64_t)UINT32_MAX) | (uint32_t)((uint32_t)descriptor + by);
@@ -134,5 +132,3 @@ inline void store_matrix_x2_trans(uint32_t at, uint32_t a, uint32_t b) {
   uint32_t v[2] = {a, b};
   emulation::move_matrices({false, true}, v, 2, at);
 }
-
-#endif

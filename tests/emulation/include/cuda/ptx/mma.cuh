@@ -1,6 +1,5 @@
 /* csrc/cuda/ptx/mma.cuh on the engine. */
-#ifndef MOELORA_CUDA_PTX_MMA_CUH
-#define MOELORA_CUDA_PTX_MMA_CUH
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,7 +34,10 @@ template <class T> uint32_t pack2(float low, float high) {
 }
 
 inline uint32_t shared_address(const void *p) {
-  return __cvta_generic_to_shared(p);
+  const ptrdiff_t offset = (const char *)p - emulation::window();
+  if (offset < 0 || offset >= (ptrdiff_t)emulation::kWindow)
+    emulation::fail("an address that is not of shared memory");
+  return (uint32_t)offset;
 }
 
 inline void copy_async_16(uint32_t to, const void *from, int bytes) {
@@ -152,5 +154,3 @@ inline uint32_t transpose_8x8(uint32_t v) {
 
 inline void prefetch(const void *) {}
 inline void prefetch_l2(const void *) {}
-
-#endif

@@ -1,6 +1,5 @@
 /* csrc/cuda/ptx/wgmma.cuh on the engine. */
-#ifndef MOELORA_CUDA_PTX_WGMMA_CUH
-#define MOELORA_CUDA_PTX_WGMMA_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -21,5 +20,3 @@ template <int N> struct Wgmma {
     emulation::wgmma(emulation::E4M3, N, d, nullptr, a, b, add);
   }
 };
-
-#endif
