@@ -1,8 +1,10 @@
 """Calls of a model with adapters: threads, interrupts, copies, compilers, and who is refused."""
 
+import contextlib
 import copy
 import inspect
 import pickle
+import sys
 import threading
 
 import pytest
@@ -119,6 +121,38 @@ def test_ctrl_c(loaded):
         for n in range(extent(nightly=60, ci=20)):
             assert interrupted_after(serve, 1e-6 + extent(1e-4, 3e-4) * n)
             assert torch.equal(loaded(ids).logits, base), n
+
+
+def test_interrupts_whose_tracebacks_are_kept(loaded):
+    """Ctrl-C as a function of a call or of its contexts begins, where Python looks for signals,
+    then a base call, while the traceback keeps frames, as that of a notebook's last cell."""
+    ids, kept = tokens(length=4), []
+    base = loaded(ids).logits
+    files = {contextlib.__file__, inspect.getfile(type(loaded._moelora))}
+
+    def interrupted_at(number):
+        left = number
+
+        def profile(frame, event, argument):
+            nonlocal left
+            left -= event == "call" and frame.f_code.co_filename in files
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            loaded(ids, adapter_names=ROWS)
+        except KeyboardInterrupt as interrupt:
+            kept.append(interrupt)
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    while interrupted_at(len(kept) + 1):
+        assert torch.equal(loaded(ids).logits, base), len(kept)
+    assert len(kept) > 10
 
 
 # ---- who is refused ----

@@ -160,8 +160,12 @@ class Serving:
     ) -> Any:
         if torch.is_grad_enabled():
             self._check_checkpointing()
-        with setting(self.now, "tokens", tokens):
+        outer = self.now.tokens  # no context: an interrupt as it exits would leave the tokens
+        try:
+            self.now.tokens = tokens
             return forward(*args, **kwargs)
+        finally:
+            self.now.tokens = outer
 
     def _check_checkpointing(self) -> None:
         """Raises RuntimeError if a layer would be repeated without the adapters of its rows."""
