@@ -88,11 +88,15 @@ def test_reports_of_adapters_that_change_nothing(ask, report):
     assert any(why in line for line in lines), text
 
 
-def exchanged(state):
+def exchanged(part):
     """The factors of a parameter that one version has as (in, out), another as (out, in)."""
-    for key in [key for key in state if "layers.0.self_attn.k_proj.lora_A" in key]:
-        other = key.replace("lora_A", "lora_B")
-        state[key], state[other] = state[other].T, state[key].T
+
+    def change(state):
+        for key in [key for key in state if f"{part}.lora_A" in key]:
+            other = key.replace("lora_A", "lora_B")
+            state[key], state[other] = state[other].T, state[key].T
+
+    return change
 
 
 def zero(part):
@@ -118,8 +122,10 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
 @pytest.mark.parametrize(
     ("engine", "change", "status", "says"),
     [
-        ("vllm", exchanged, 1, "misread: .*A and B are exchanged"),
-        ("sglang", exchanged, 1, "misread: .*A and B are exchanged"),
+        ("vllm", exchanged("layers.0.self_attn.k_proj"), 1, "misread: .*k_proj.*are exchanged"),
+        ("vllm", exchanged("experts.1.up_proj"), 1, "misread: .*up_proj.*A and B are exchanged"),
+        ("sglang", exchanged("layers.0.self_attn.k_proj"), 1, "misread: .*k_proj.*are exchanged"),
+        ("sglang", exchanged("experts.1.up_proj"), 1, "misread: .*up_proj.*A and B are exchanged"),
         ("vllm", renamed("base_model.model.", "base_model.model._orig_mod."), 1, "ignored"),
         ("vllm", renamed("lora_A.weight", "lora_A.default.weight"), 1, "refused"),
         ("vllm", renamed(r"layers\.1", "layers.7"), 1, "ignored: .*layers.7"),
