@@ -125,6 +125,25 @@ def test_all_versions_are_disabled_and_enabled_together(host):
     check(pool, "a", STATES[2][1], 2.0)
 
 
+def test_versions_that_batches_hold_are_of_one_adapter():
+    """What is done to an adapter leaves the version of another one that a batch holds."""
+    pool = make_pool(max_loras=4)
+    old = add(pool, "a", 0)
+    add(pool, "b", 1)
+    with pool.hold(["a", "b"]) as held:
+        change(pool, "a", 2)
+        pool.disable("b")
+        assert pool.adapter_enabled[old]
+        pool.enable("b")
+        change(pool, "b", 3, in_flight="switch")
+        assert pool.mapping(["a"], held=held).tolist() == [old]
+    add(pool, "c", 4)
+    with pool.hold(["a"]):
+        change(pool, "a", 0)
+        pool.remove("c")  # in use by no batch
+    check(pool, "b", STATES[3][1], 2.0)
+
+
 def test_batches_switch_while_the_last_version_is_in_no_slot():
     pool = make_pool(max_loras=2, host=4)
     add(pool, "a", 0)
