@@ -90,7 +90,8 @@ class Stages:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.args, self.work, self.stages = args, args.work.resolve(), []
         plugin = self.work / "plugin"
-        if self.work.exists() and any(self.work.iterdir()) and not plugin.exists():
+        held = self.work.is_file() or (self.work.is_dir() and any(self.work.iterdir()))
+        if held and not plugin.exists():
             raise SystemExit(f"--work {self.work} would be emptied, and is not of such a run")
         shutil.rmtree(self.work, ignore_errors=True)
         write_entry_points(plugin, more)
