@@ -9,7 +9,11 @@ from typing import Any
 
 @contextmanager
 def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, an attribute of `owner` has this value."""
+    """Within the context, an attribute of `owner` has this value; one that is absent is None after.
+
+    A Ctrl-C as the context ends can leave the value until the traceback is dropped: where that
+    matters, use try and finally.
+    """
     before = getattr(owner, name, None)
     try:
         setattr(owner, name, value)

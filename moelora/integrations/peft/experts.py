@@ -167,8 +167,12 @@ class AttachedExperts:
                 where = "model.load_adapter takes no adapter_names; load with peft.PeftModel"
             raise RuntimeError(where)
         self.take_layers()
-        with setting(self.now, "shape", batch_shape(args, kwargs)):
+        outer = self.now.shape
+        try:
+            self.now.shape = batch_shape(args, kwargs)
             return forward(*args, **kwargs)
+        finally:
+            self.now.shape = outer
 
     @property
     def configs(self) -> Mapping[str, Any]:

@@ -27,7 +27,6 @@ from moelora.adapters.names import BASE
 from moelora.integrations.transformers.calls import no_adapters
 from moelora.integrations.transformers.hooks import around
 from moelora.integrations.transformers.serving import WAIT_S, Serving
-from moelora.operators.setting import setting
 
 ADAPTER = "adapter_name"  # argument of add_request
 SLOT = "_moelora_slot"  # key of the slot in the request's arguments
@@ -123,8 +122,11 @@ def _generate_batch(
     prompts = [_Prompt(tokens, name) for tokens, name in zip(inputs, names, strict=True)]
     # With host memory, each request loads its adapter when a slot is free.
     with pool.hold(() if pool.host else [prompt.adapter for prompt in prompts]):
-        with setting(serving.now, "rows", None):  # requests have their own from here on
+        try:
+            serving.now.rows = None  # requests have their own from here on
             return generate_batch(self, prompts, *args, **kwargs)
+        finally:
+            serving.now.rows = rows
 
 
 def _init(

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
 from moelora.integrations.vllm import listed, travel, wrap
-from moelora.operators.setting import setting
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
@@ -284,14 +283,17 @@ def _activate(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     if writes is None or writes.own:
         state.wait()  # vLLM writes on the stream that computes
         state.forget(self.lora_index_to_id)
-    with setting(self, "modules", self.modules if writes is None else writes.own):
-        try:
-            done = activate(self, lora_id)
-            if writes is not None:
-                state.copy(writes, lora_id, self.lora_index_to_id.index(lora_id))
-        except BaseException:
-            self.deactivate_adapter(lora_id)
-            raise
+    every = self.modules
+    self.modules = every if writes is None else writes.own
+    try:
+        done = activate(self, lora_id)
+        if writes is not None:
+            state.copy(writes, lora_id, self.lora_index_to_id.index(lora_id))
+    except BaseException:
+        self.deactivate_adapter(lora_id)
+        raise
+    finally:
+        self.modules = every
     return done
 
 

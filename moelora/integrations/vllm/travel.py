@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from moelora.integrations.vllm import say_once, wrap
-from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
@@ -179,9 +178,12 @@ def _sending_ids(
         return prepare(self, a1, *args, **named)
     slots = slots_of(ctx.punica_wrapper, ctx.w2_lora_a_stacked[0].size(0))
     meta = ctx.punica_wrapper.token_mapping_meta
-    ids = slots.to_ids(meta.token_lora_mapping[: a1.shape[0]])
-    with setting(meta, "token_lora_mapping", ids):
+    own = meta.token_lora_mapping
+    meta.token_lora_mapping = slots.to_ids(own[: a1.shape[0]])
+    try:
         prepared = prepare(self, a1, *args, **named)
+    finally:
+        meta.token_lora_mapping = own
     if ctx.local_token_lora_mapping is not None:
         ctx.local_token_lora_mapping = slots.to_slots(ctx.local_token_lora_mapping)
     return prepared
