@@ -17,7 +17,7 @@ from plan_cases import asked
 import moelora
 from moelora import _C
 from moelora.__main__ import main
-from moelora.bench import shapes
+from moelora.bench import machine, shapes
 from moelora.bench.timing import Times
 from moelora.commands import tune
 from moelora.operators import tuned
@@ -294,15 +294,20 @@ def test_a_shrink_need_only_run_where_there_are_adapters(monkeypatch):
 
 @x86
 def test_the_command_finds_the_better_variant(no_plans, tmp_path, capsys, monkeypatch):
-    """The scalar kernels, where all others take eight times as long."""
-    monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else runs here
-    call = tune.Tuner.call
+    """The scalar kernels, by a clock on which all others take eight times as long."""
+    call, now = tune.Tuner.call, [0.0]
 
-    def slowed(self, variant, *of):
-        times = 1 if variant == "gemm_f32_scalar" else 8
-        return [call(self, variant, *of) for _ in range(times)][0]
+    def read():
+        now[0] += 0.01
+        return now[0]
 
-    monkeypatch.setattr(tune.Tuner, "call", slowed)
+    def timed(self, variant, *of):
+        now[0] += 0.0 if variant == "gemm_f32_scalar" else 0.07
+        return call(self, variant, *of)
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    monkeypatch.setattr(machine.CpuYardsticks, "read", lambda self: 1e9)
+    monkeypatch.setattr(tune.Tuner, "call", timed)
     words = ["--shape", "4,2,256,128", "--tokens", "64", "--dtypes", "fp32", "--device", "cpu"]
     words += ["--mm-size", "64", "--budget-ms", "20", "--dir", str(tmp_path)]
     assert main(["tune", *words]) == 0
