@@ -34,18 +34,14 @@ class Interface:
 
 
 def interface(text: str) -> Interface:
-    """An API as text: a module in a line, below it "table name parameters" for each of its names.
-
-    What does not fit into a line is continued in one that begins with the same table and name.
-    """
+    """An API as text: a module in a line, then "table name parameters" for each of its names."""
     found, module = Interface(), ""
     for first, *rest in filter(None, map(str.split, text.splitlines())):
         if not rest:
             module = first
             continue
         name, *parameters = rest
-        names = getattr(found, first).setdefault(module, {})
-        names[name] = " ".join((*names.get(name, "").split(), *parameters))
+        getattr(found, first).setdefault(module, {})[name] = " ".join(parameters)
     return found
 
 

@@ -29,8 +29,8 @@ LEGACY = interface(f"""
         replaced MoeRunner.run self dispatch_output quant_info lora_info
     {_TOKENS}
     sglang.srt.lora.lora_moe_runners
-        fields LoRAInfo gate_up_lora_a_weights gate_up_lora_b_weights
-        fields LoRAInfo down_lora_a_weights down_lora_b_weights lora_ranks has_active_lora
+        fields LoRAInfo gate_up_lora_a_weights gate_up_lora_b_weights \
+            down_lora_a_weights down_lora_b_weights lora_ranks has_active_lora
 """)
 
 # Layers of the backend `triton_v2`.

@@ -16,8 +16,8 @@ def _experts(cls: str) -> str:
     """Methods of an experts class."""
     return f"""
         replaced {cls}.moe_problem_size self a1 w1 w2 topk_ids
-        replaced {cls}.workspace_shapes self M N K topk global_num_experts local_num_experts
-        replaced {cls}.workspace_shapes expert_tokens_meta activation
+        replaced {cls}.workspace_shapes self M N K topk global_num_experts local_num_experts \
+            expert_tokens_meta activation
         replaced {cls}.apply self {" ".join(Call._fields)}
     """
 
@@ -38,9 +38,9 @@ LAYERS = interface(f"""
         replaced FusedMoEWithLoRA.set_lora {_SET}
         replaced FusedMoE3DWithLoRA.set_lora {_SET}
     {_MOE}.experts.lora_context
-        fields MoELoRAContext w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked
-        fields MoELoRAContext w2_lora_b_stacked adapter_enabled fully_sharded punica_wrapper
-        fields MoELoRAContext local_token_lora_mapping
+        fields MoELoRAContext w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked \
+            w2_lora_b_stacked adapter_enabled fully_sharded punica_wrapper \
+            local_token_lora_mapping
     vllm.lora.ops.triton_ops.lora_kernel_metadata
         replaced LoRAKernelMeta.prepare_tensors self token_lora_mapping
         fields LoRAKernelMeta token_lora_mapping no_lora_flag_cpu
@@ -49,8 +49,8 @@ LAYERS = interface(f"""
 # Layers whose tokens come batched by expert.
 BATCHED = interface(f"""
     {_MOE}.experts.fused_batched_moe
-        replaced BatchedTritonExperts.__init__ self moe_config quant_config
-        replaced BatchedTritonExperts.__init__ max_num_tokens num_dispatchers
+        replaced BatchedTritonExperts.__init__ self moe_config quant_config \
+            max_num_tokens num_dispatchers
         {_experts("BatchedTritonExperts")}
     {_MOE}.modular_kernel
         fields ExpertTokensMetadata expert_num_tokens
@@ -86,10 +86,10 @@ LINEAR = interface(f"""
         replaced LogitsProcessorWithLoRA.set_lora {_SET}
         replaced LogitsProcessorWithLoRA.reset_lora self index
     vllm.lora.punica_wrapper.punica_gpu
-        replaced PunicaWrapperGPU.add_lora_linear self y x lora_a_stacked lora_b_stacked scale
-        replaced PunicaWrapperGPU.add_lora_linear output_slices buffer kwargs
-        replaced PunicaWrapperGPU.add_lora_logits self y x lora_a_stacked lora_b_stacked scale
-        replaced PunicaWrapperGPU.add_lora_logits buffer kwargs
+        replaced PunicaWrapperGPU.add_lora_linear self y x lora_a_stacked lora_b_stacked scale \
+            output_slices buffer kwargs
+        replaced PunicaWrapperGPU.add_lora_logits self y x lora_a_stacked lora_b_stacked scale \
+            buffer kwargs
     vllm.lora.ops.triton_ops.lora_kernel_metadata
         called LoRAKernelMeta.meta_args self token_nums specialize_active_lora
         fields LoRAKernelMeta token_lora_mapping no_lora_flag_cpu
@@ -168,10 +168,10 @@ SHARED = interface("""
 # Where tokens of data-parallel ranks are exchanged, and slots are filled.
 TRAVEL = interface(f"""
     {_MOE}.prepare_finalize.naive_dp_ep
-        replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare self a1 topk_weights topk_ids
-        replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare num_experts expert_map
-        replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare apply_router_weight_on_input
-        replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare quant_config defer_input_quant
+        replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare self a1 topk_weights topk_ids \
+            num_experts expert_map \
+            apply_router_weight_on_input \
+            quant_config defer_input_quant
     vllm.lora.model_manager
         replaced LoRAModelManager.activate_adapter self lora_id
     vllm.lora.worker_manager
@@ -192,8 +192,8 @@ QUANTIZED = interface(f"""
         fields FusedMoEConfig moe_parallel_config in_dtype activation moe_backend
         fields FusedMoEParallelConfig enable_eplb all2all_backend
     {_MOE}.all2all_utils
-        called maybe_make_prepare_finalize moe quant_config routing_tables allow_new_interface
-        called maybe_make_prepare_finalize use_monolithic
+        called maybe_make_prepare_finalize moe quant_config routing_tables allow_new_interface \
+            use_monolithic
     {_MOE}.experts.triton_moe
         called TritonExperts._supports_parallel_config moe_parallel_config
 """)
