@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from moelora.integrations.vllm import OWN_PATH, SWITCH, adapters, interface, race, say_once, wrap
 from moelora.integrations.vllm.served import Call, Served, quantization
 from moelora.operators.experts import Weights, fused_experts_lora
-from moelora.operators.setting import setting
 from moelora.weights import QuantizedWeights
 
 # vLLM classes that claim LoRA support but ignore it in apply.
@@ -99,12 +97,15 @@ class TritonExpertsWithLoRA(Served, TritonExperts):  # type: ignore[misc] # vLLM
 
         def side(run: Callable[[Call], None]) -> Callable[[], None]:
             def call_it() -> None:
-                with ExitStack() as stack:
-                    stack.enter_context(setting(self, "_lora_context", ctx if adapters else None))
-                    if local is not None:
-                        mapping = setting(ctx, "local_token_lora_mapping", local[:tokens])
-                        stack.enter_context(mapping)
+                self._lora_context = ctx if adapters else None
+                if local is not None:
+                    ctx.local_token_lora_mapping = local[:tokens]
+                try:
                     run(part)
+                finally:
+                    self._lora_context = ctx
+                    if local is not None:
+                        ctx.local_token_lora_mapping = local
 
             return call_it
 
