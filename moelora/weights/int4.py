@@ -260,8 +260,8 @@ def _zero_points(
         return None
     zeros = Stack("qzeros", qzeros)
     zeros.check(values, (groups, -(-rows // 8)), torch.int32)
-    points = (nibbles(words(zeros[expert]))[:, :rows] + offset for expert in range(len(zeros)))
-    return zeros if any(bool((of_expert != 8).any()) for of_expert in points) else None
+    points = (nibbles(words(zeros[expert]))[:, :rows] for expert in range(len(zeros)))
+    return zeros if any(bool((of_expert != 8 - offset).any()) for of_expert in points) else None
 
 
 def _check_order(g_idx: Stack, values: Stack, columns: int, group: int) -> None:

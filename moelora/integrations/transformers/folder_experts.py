@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from moelora.weights.fp8 import Activations
 from moelora.weights.readers import GateUp
 from moelora.weights.rounding import Rounding
 
+Names: TypeAlias = list[list[str]]  # of linear layers, by expert: gate and up, or one
 Projections: TypeAlias = tuple[QuantizedWeights | Tensor, QuantizedWeights | Tensor]
 
 
@@ -112,12 +114,12 @@ class LayerOfFolder:
                     f"activations is {self.activations!r}, wanted None: weights are not FP8"
                 )
             return self._stack_of_bnb
-        rows = [self._names(own, shape[0]) for own, shape in shapes.items()]
-        schemes = [self._scheme(names) for names in rows]
-        plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes)
-        if plain or (self.dequantize and any(scheme.make is None for scheme in schemes)):
-            return self._dequantized
-        return self._per_expert
+        names = {own: self._names(own, shape[0]) for own, shape in shapes.items()}
+        schemes = {own: self._scheme(of_own) for own, of_own in names.items()}
+        plain = all(scheme.dequantize_weight is dense.plain for scheme in schemes.values())
+        if plain or (self.dequantize and any(scheme.make is None for scheme in schemes.values())):
+            return partial(self._dequantized, names)
+        return partial(self._per_expert, names, schemes)
 
     def _stack_of_bnb(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
         """A parameter that bitsandbytes has replaced (`nn.parametrize`): statistics are called
@@ -217,7 +219,7 @@ class LayerOfFolder:
                 blocks, scales, gate_up=self.gate_up(own), dtype=dtype
             )
 
-    def _names(self, own: str, count: int) -> list[list[str]]:
+    def _names(self, own: str, count: int) -> Names:
         """The linear layers of one projection, per expert: gate and up, or one."""
         names = []
         for expert in range(count):
@@ -231,9 +233,16 @@ class LayerOfFolder:
             names.append([name for name in row if name is not None])
         return names
 
-    def _per_expert(self, own: str, shape: torch.Size, dtype: torch.dtype) -> QuantizedWeights:
-        folder, names = self.folder, self._names(own, shape[0])
-        scheme = self._scheme(names).taking(self.activations)
+    def _per_expert(
+        self,
+        of_names: Mapping[str, Names],
+        schemes: Mapping[str, Scheme],
+        own: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> QuantizedWeights:
+        folder, names = self.folder, of_names[own]
+        scheme = schemes[own].taking(self.activations)
         experts, _, first = names[0][0].rpartition(".")
         parts = " and ".join([first, *(name.rpartition(".")[2] for name in names[0][1:])])
         where = f"{experts.rpartition('.')[0]}.*.{parts}"
@@ -253,7 +262,7 @@ class LayerOfFolder:
         _check_shape(where, weights, shape)
         return replace(weights, gate_up=gate_up)  # both fill whole tiles, in any order
 
-    def _scheme(self, names: Sequence[Sequence[str]]) -> Scheme:
+    def _scheme(self, names: Names) -> Scheme:
         """The common scheme of all experts of a projection."""
         scheme = self.folder.scheme_of(names[0][0])
         for linear in (linear for row in names for linear in row):
@@ -266,10 +275,12 @@ class LayerOfFolder:
                 )
         return scheme
 
-    def _dequantized(self, own: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _dequantized(
+        self, of_names: Mapping[str, Names], own: str, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
         """Dequantizes to (E, N, K), one expert at a time."""
         weights = torch.empty(shape, dtype=dtype)
-        for expert, row in enumerate(self._names(own, shape[0])):
+        for expert, row in enumerate(of_names[own]):
             found = [self.folder.dequantized(linear, dtype)[0] for linear in row]
             for linear, weight in zip(row, found, strict=True):
                 _check_shape(linear, weight, (shape[1] // len(row), shape[2]))
