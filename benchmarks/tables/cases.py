@@ -72,6 +72,9 @@ TABLES = {  # {name: (topic of a file, fields of its cases, titles unlike TITLES
                   "topic == 'rl_phase'"),
     "rl_updates": ("rl", RL_UPDATE, RL_SHARE, "topic in ('rl_update', 'rl_send')"),
     "rl_updates_whole": ("rl-updates", RL_UPDATE, RL_SHARE),
+    "portable": ("serving-portable", """engine workload total_token_throughput
+        median_ttft_ms p99_ttft_ms median_tpot_ms""", SERVER,
+                 "workload != 'warm_up'"),
     "whole_adapters": ("whole-adapters", "what us ratio", {"what": "model", "ratio": "× base"},
                        "mode == 'graph'"),
 }

@@ -4,7 +4,7 @@ import pandas as pd
 
 from benchmarks.tables import cases
 from benchmarks.tables.cases import formatted, made_of, markdown, span, wrapped
-from benchmarks.tables.files import NotMeasuredError, load, source, topics
+from benchmarks.tables.files import NotMeasuredError, load, path_of, read, source, topics
 from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
 CLAIMED = "Qwen3-30B-A3B"
@@ -136,8 +136,12 @@ def serving_adapters():
     """Loads whose requests choose among adapters at random, of every file."""
     found = []
     for topic in topics("serving"):
+        if not any("zipf" in row for row in read(path_of(topic))[1]):
+            continue
         meta, rows = load(topic)
         versions = [meta.get(name.split()[0]) for name in rows.engine]
         rows = rows.assign(version=versions, gpu=gpu(meta), experts=experts(meta))
-        found.append(rows.dropna(subset="zipf") if "zipf" in rows else rows[:0])
+        found.append(rows.dropna(subset="zipf"))
+    if not found:
+        raise NotMeasuredError("requests that choose among adapters")
     return made_of(pd.concat(found), cases.SERVING_ADAPTERS, cases.SERVER)
