@@ -21,7 +21,6 @@ PAGES = ["README.md", *(f"docs/{page.name}" for page in DOCS)]
 PICTURES = {  # {file: (topic of a file, what `moelora bench plot` takes beside it)}
     "docs/layer.png": ("layer", []),
     "docs/beside.png": ("layer", ["--picture", "beside", "--vllm-version", "0.33"]),
-    "docs/arrivals.png": ("churn", ["--picture", "arrivals"]),
     "docs/rl.png": ("rl", ["--picture", "rl"]),
 }
 NOT_MEASURED = "*Not measured yet.*"  # a table whose file, or its rows in it, are not there

@@ -10,8 +10,8 @@ from benchmarks.tables.files import NotMeasuredError, load
 # fmt: off
 TITLES = {  # of fields that tables call otherwise
     "backward_ms": "backward (ms)", "batch": "sequences", "best_rival": "fastest baseline",
-    "bound_us": "bound", "failed": "refused", "format": "weights", "gib": "GiB", "gpu": "GPU",
-    "high": "longest", "layout": "tensors", "length": "tokens of each", "low": "shortest",
+    "bound_us": "bound", "failed": "refused", "format": "weights", "gpu": "GPU",
+    "high": "longest", "length": "tokens of each", "low": "shortest",
     "max": "largest", "max_err_ratio": "error", "max_loras": "on the GPU",
     "median_tpot_ms": "each later token (ms)", "median_ttft_ms": "first token (ms)", "mib": "MiB",
     "mode": "adapters", "most": "largest", "ms": "an update (ms)", "optimizer_ms": "optimizer (ms)",
@@ -20,17 +20,14 @@ TITLES = {  # of fields that tables call otherwise
     "ours_unpacking_us": "unpacked in the call", "ours_us": "with adapters",
     "output_throughput": "new tokens/s", "p99_tpot_ms": "99th percentile",
     "p99_ttft_ms": "99th percentile", "pair": "trainer and engine", "peak_gb": "peak (GB)",
-    "peak_mib": "peak (MiB)", "peers.axolotl_multi.fwdbwd_us": "axolotl", "policy": "adapters come",
+    "peak_mib": "peak (MiB)", "peers.axolotl_multi.fwdbwd_us": "axolotl",
     "ratio": "×", "request_goodput": "of them in time", "request_throughput": "requests/s",
     "rivals.grouped_mm_base": "transformers without", "rivals.separate": "separate with",
     "rivals.torch_grouped_mm_base": "_grouped_mm without", "rivals.vllm_base": "vLLM without",
     "rivals.vllm_default": "vLLM with", "rivals.vllm_lora": "vLLM with", "rows": "answers",
     "sample_ms": "sample (ms)", "saved_mib": "saved (MiB)", "shape": "layer",
-    "share_base": "share without", "step_max_ms": "longest step (ms)", "step_ms": "a step (ms)",
-    "tok_s": "tokens/s of all at once", "tok_s_ratio": "tokens/s × resident",
+    "share_base": "share without",
     "tokens_per_s": "tokens/s", "total_token_throughput": "all tokens/s",
-    "ttft_absent_ms": "median of adapters in no slot (ms)", "ttft_ms": "median first token (ms)",
-    "ttft_ms_ratio": "× resident", "ttft_p95_ms": "95th percentile (ms)",
     "update_ms": "update (ms)", "us": "microseconds of a decode step",
     "weights_gb": "weights (GB)", "what": "while", "who": "prompts of", "workload": "load",
 }
@@ -58,10 +55,6 @@ TABLES = {  # {name: (topic of a file, fields of its cases, titles unlike TITLES
         peak_mib""", STEP),
     "training_tenants": ("training-tenants", """shape tenants format bound_us share ours_us
         ours_fwd_us peers.axolotl_multi.fwdbwd_us peak_mib""", STEP),
-    "arrivals": ("churn", """policy slots adapters ttft_ms ttft_ms_ratio ttft_p95_ms ttft_absent_ms
-        tok_s tok_s_ratio""", {}, "topic == 'arrivals'"),
-    "updates": ("churn", "what layout layers gib ms low high step_ms step_max_ms", {},
-                "topic == 'updates'"),
     "sampler_gap": ("e2e-sampler", GAP, {}, "topic == 'gap'"),
     "sampler_gap_fp8": ("e2e-sampler-fp8", GAP, {}, "topic == 'gap'"),
     "qlora_step": ("qlora-step", """engine layers batch length checkpointing tokens_per_s weights_gb
@@ -80,8 +73,6 @@ TABLES = {  # {name: (topic of a file, fields of its cases, titles unlike TITLES
 }
 # fmt: on
 RATIOS = {"ratio", "share", "share_base", "max_err_ratio", "mean", "median", "most", "max"}
-RATIOS |= {"ttft_ms_ratio", "tok_s_ratio"}
-
 
 SHAPES = (ROOT / "moelora/bench/shapes.py").read_text()
 MODELS = {  # {key: (name, number of experts)} of moelora.bench.shapes, read from its source

@@ -68,13 +68,13 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def of_topic(args: argparse.Namespace, topic: str, what: str) -> tuple[Case, list[Case]]:
+def of_topic(args: argparse.Namespace, topic: str) -> tuple[Case, list[Case]]:
     """(meta, cases of a topic) of the file; ValueError if there are none."""
     (file,) = args.files
     meta, cases = results.read(file)
     rows = [row for row in cases if row.get("topic") == topic]
     if not rows:
-        raise ValueError(f"{file} has no case of {what}")
+        raise ValueError(f"{file} has no case of a loop of RL")
     return meta, rows
 
 
@@ -249,34 +249,10 @@ def beside(args: argparse.Namespace) -> Figure:
     return figure
 
 
-def arrivals(args: argparse.Namespace) -> Figure:
-    """Share of requests by time to the first token, a curve for each policy."""
-    meta, rows = of_topic(args, "arrivals", "arrivals")
-    figure = new_figure(6.4, 3.8)
-    axes = figure.subplots()
-    policies: dict[str, tuple[str, dict[str, Any]]] = {
-        "resident": ("a slot for each", {"color": "0.4", "ls": "--", "lw": 1.5}),
-        "ahead": ("brought ahead", {"color": "C0", "lw": 2.5}),
-        "blocking": ("brought when needed", {"color": "C3", "lw": 1.5}),
-    }
-    for row in rows:
-        label, style = policies[row["policy"]]
-        waits = sorted(row["waits_ms"])
-        shares = [(n + 1) / len(waits) for n in range(len(waits))]
-        axes.plot(waits, shares, label=f"{label} ({row['slots']} slots)", **style)
-    axes.set(xscale="log", xlabel="time to the first token (ms)", ylabel="share of requests")
-    axes.set(ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=9)
-    ranks = " and ".join(str(rank) for rank in meta.get("ranks", ()))
-    axes.set_title(f"{rows[0]['adapters']} adapters of rank {ranks}, {meta['device']}", fontsize=10)
-    return figure
-
-
 def policies(args: argparse.Namespace) -> Figure:
     """Rewards by step, and gaps of log-probabilities by pair of trainer and sampler."""
-    meta, rewards = of_topic(args, "rl_reward", "a loop of RL")
-    _, gaps = of_topic(args, "rl_gap", "a loop of RL")
+    meta, rewards = of_topic(args, "rl_reward")
+    _, gaps = of_topic(args, "rl_gap")
     figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2)
     formats = list(dict.fromkeys(row["format"] for row in gaps))
@@ -299,6 +275,5 @@ def policies(args: argparse.Namespace) -> Figure:
 PICTURES = {
     "roofline": (layers, "flops under the roof and cost of adapters; of few cases their times"),
     "beside": (beside, "a layer with adapters beside vLLM's with and without, of one file"),
-    "arrivals": (arrivals, "times to the first token, of one file of benchmarks.churn"),
     "rl": (policies, "rewards, and gaps of trainer and sampler, of one file of benchmarks.rl_loop"),
 }

@@ -168,10 +168,9 @@ def test_quick_measures_one_layer_of_few_tokens_unless_others_are_named(words, w
         ("tune --models qwen3@int4 --dir plans", "weights that are not quantized"),
         (f"tune --shape {SHAPE} --dir pyproject.toml", "--dir pyproject.toml"),
         ("bench compare pyproject.toml pyproject.toml", "is not a result file"),
-        (f"plot {RESULTS}/h200-churn.json", "there is no layer in these files"),
+        (f"plot {RESULTS}/h200-rl.json", "there is no layer in these files"),
         ("plot nowhere.json --out now", "wanted a file that ends in .png or .svg"),
         (f"plot {RESULTS}/cpu-layer.json --picture beside", "no case of rank 16 with"),
-        (f"plot {RESULTS}/cpu-layer.json --picture arrivals", "no case of arrivals"),
         (f"plot {RESULTS}/cpu-layer.json --picture rl", "no case of a loop of RL"),
         ("plot a.json b.json --picture rl", "--picture rl draws one file, not 2"),
     ],
@@ -375,7 +374,6 @@ def draw(tmp_path, *words):
     [
         ("h200-layer.json", "Roofline, layer with adapters|Cost of adapters"),
         ("h200-layer.json --picture beside --vllm-version 0.33", "Mixtral-8x7B"),
-        ("h200-churn.json --picture arrivals", "brought ahead (8 slots)"),
     ],
 )
 def test_the_committed_results_are_drawn(tmp_path, words, drawn):

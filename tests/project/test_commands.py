@@ -207,7 +207,7 @@ def complete(request, tmp_path_factory):
         ("moelora bench --quick --dead", {"--deadline-s"}),
         ("moelora bench --device c", {"cpu", "cuda"}),
         ("moelora bench pl", {"plot"}),
-        ("moelora bench plot --picture ", {"roofline", "beside", "arrivals", "rl"}),
+        ("moelora bench plot --picture ", {"roofline", "beside", "rl"}),
         ("moelora completion ", {"bash", "zsh", "fish"}),
         ("moelora info --no", {"--no-test"}),
         ("moelora adapters some", {"some-folder"}),

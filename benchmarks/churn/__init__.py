@@ -1,1 +1,0 @@
-"""Adapters that come, go and change while a model serves: `python -m benchmarks.churn`."""
