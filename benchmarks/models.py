@@ -9,9 +9,9 @@ from benchmarks.engines import engine_model
 from moelora.bench.cases import normal
 
 
-def fan_in(make, *size, scale=1.0, dtype=torch.bfloat16):
+def fan_in(make, *size, scale=1.0):
     """Numbers that keep the norm of what they multiply, times `scale`; `make` is a generator."""
-    return normal(size, scale * size[-1] ** -0.5, make, dtype)
+    return normal(size, scale * size[-1] ** -0.5, make)
 
 
 def qwen3_moe(shape, layers, device, **settings):
@@ -19,22 +19,15 @@ def qwen3_moe(shape, layers, device, **settings):
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     settings = engine_model.settings(replace(shape, layers=layers)) | settings
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**settings), dtype=dtype_on(device))
-
-
-def dtype_on(device):
-    return torch.float32 if device == "cpu" else torch.bfloat16
-
-
-def layer_name(number):
-    return f"model.layers.{number}.mlp.experts"
+        return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**settings), dtype=dtype)
 
 
 def moe_layers(shape, layers):
     return [
-        moelora.MoELayer(layer_name(n), shape.experts, shape.hidden, shape.inter)
+        moelora.MoELayer(f"model.layers.{n}.mlp.experts", shape.experts, shape.hidden, shape.inter)
         for n in range(layers)
     ]
 
