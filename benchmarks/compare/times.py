@@ -3,8 +3,6 @@
     python -m benchmarks.compare times before=/tmp/before/_C.abi3.so now=moelora/_C.abi3.so
     python -m benchmarks.compare times a=. b=.,MOELORA_FORCE_VARIANT=NAME --part gate_up
     python -m benchmarks.compare times plan=. --variants _sm90 --models qwen3@int4 --tokens 1,16
-    python -m benchmarks.compare times random=. zeros=.,ZEROS=1 --watts --budget-ms 500 --turns 2
-    python -m benchmarks.compare times ours=. theirs=.,DEEPGEMM=1 --models qwen3@fp8_block --ranks 0
 
 A build is a name, an extension module or a checkout and, behind commas, environment variables
 (builds.py). Each has a process of its own that holds the layer. They take turns, forwards and
@@ -12,21 +10,13 @@ backwards, so that all meet the same clocks and neighbors; times are medians of 
 percentages compare with the first build. The same module twice shows the noise. `same_bits` says
 whether the first batch has the same result with all builds.
 
-`--part` takes the delta of one projection instead of the layer. With DEEPGEMM=1 a build's layer is
-the two base products by an installed DeepGEMM, whose bits are others. `--variants` adds the first
-build with each kernel variant of projections and whole layers forced, beside its plan: the tables
-of csrc/core/plan_tile.c come from this. One that does not serve a layer has the plan's time.
-
-`--watts`: turns of --budget-ms after a pause, with microseconds at first and later, clock, watts,
-joules of a call, what held the clock down, and microseconds of each kernel. With ZEROS=1 tokens are
-zeros: the same instructions and bytes, but hardly any bit that changes. What zeros make faster,
-power makes slow. A difference that cycles (microseconds times MHz) have, too, is the schedule's;
-one that only joules have is energy's.
+`--part` takes the delta of one projection instead of the layer. `--variants` adds the first build
+with each kernel variant of projections and whole layers forced, beside its plan: the tables of
+csrc/core/plan_tile.c come from this. One that does not serve a layer has the plan's time.
 """
 
 import hashlib
 import math
-import os
 import re
 import statistics
 import time
@@ -35,11 +25,9 @@ import torch
 
 import moelora
 from benchmarks import gpu, options
-from benchmarks.compare import power, products
 from benchmarks.compare.builds import started
 from moelora.bench import cases, harness, shapes, timing
 from moelora.bench.baselines.ours import Ours
-from moelora.bench.formats import FORMATS
 from moelora.bench.layer import Layer
 from moelora.commands.tune import candidates
 
@@ -50,10 +38,9 @@ DELTAS = {"gate_up": moelora.moe_lora_gate_up_delta, "down": moelora.moe_lora_do
 class Worker:
     """The process of one build."""
 
-    def __init__(self, device, watts):
+    def __init__(self, device):
         self.generator = torch.Generator(device)
         self.timer = timing.GraphTimer() if device == "cuda" else None
-        self.sampler = power.Sampler() if watts else None
         self.layer, self.batches, self.turns = None, [], {}
 
     def load(self, dtype, shape, ranks, adapters, tp):
@@ -66,13 +53,10 @@ class Worker:
         return key
 
     def draw(self, tokens, ranks, mix, routing, part):
-        """Batches and graphs of one case; {rank: (digest of its first output, microseconds of its
-        kernels)}."""
+        """Batches and graphs of one case; {rank: digest of its first output}."""
         layer, self.turns, found = self.layer, {}, {}
         self.generator.manual_seed(2)
         batches = harness.draw_batches(layer, tokens, self.generator, mix, routing)
-        for batch in batches if "ZEROS" in os.environ else ():
-            batch.x.zero_()
         self.batches = batches  # graphs read them
         moved = cases.work(layer.model, batches[0])[1]
         calls = timing.calls_in_graph(len(batches), moved) if self.timer else 1
@@ -80,8 +64,7 @@ class Worker:
         for rank in ranks:
             call = timing.on(batches, run, rank)
             bits = call(0).cpu().view(torch.uint8)
-            kernels = kernels_us(lambda call=call: call(0)) if self.sampler else {}
-            found[rank] = hashlib.sha1(bits.numpy()).hexdigest(), kernels
+            found[rank] = hashlib.sha1(bits.numpy()).hexdigest()
             rotation = [lambda i=i, call=call: call(i % len(batches)) for i in range(calls)]
             replay = self.timer.capture(rotation).replay if self.timer else rotation[0]
             self.turns[rank] = replay, calls
@@ -90,12 +73,10 @@ class Worker:
     def part(self, name, tokens):
         """A function of a batch and a rank: the layer, or the delta of one of its projections."""
         layer, down = self.layer, name == "down"
-        if name == "layer" and "DEEPGEMM" not in os.environ:
+        if name == "layer":
             return Ours(layer).run
         shape = (tokens * layer.model.top_k, layer.model.intermediate)
         h = cases.normal(shape, 1.0, self.generator, cases.DTYPES[layer.dtype])
-        if "ZEROS" in os.environ:
-            h.zero_()
 
         def delta(b, rank):
             f = layer.stacks[rank]
@@ -107,85 +88,43 @@ class Worker:
                 mul_routed_weight=down,
             )
 
-        return delta if name in DELTAS else self.products(h)
-
-    def products(self, h):
-        """A function of a batch: DeepGEMM's products of w13 and of w2, whose rows are h."""
-        if self.layer.model.format != "fp8_block" or self.layer.stacks:
-            raise ValueError("DEEPGEMM=1 is for models@fp8_block and --ranks 0")
-        calls = {id(b): [] for b in self.batches}
-        for name, weights in self.layer.checkpoint.items():
-            w = FORMATS["fp8_block"].pack(*weights, dtype=h.dtype)
-            for b in self.batches:
-                x = b.x if name == "w13" else h
-                ours = moelora.fused_moe_lora_gemm(x, w, b.topk_weights, b.topk_ids)
-                call = products.product(x, weights, b.topk_ids, ours.flatten(0, 1))
-                calls[id(b)].append(call)
-        return lambda b, rank: [call() for call in calls[id(b)]][-1]
+        return delta
 
     def turn(self, rank, budget_ms):
-        """Microseconds of a call, and what a sampler finds."""
+        """Microseconds of a call."""
         replay, calls = self.turns[rank]
-        if self.sampler:
-            return self.sampler.work(replay, calls, budget_ms * 1e-3)
         replay()
         took = []
         while len(took) < 2 or sum(took) < budget_ms * 1e-3:
             took.append(gpu.timed(replay)[0])
-        return {"us": 1e6 * statistics.median(took) / calls}
-
-
-def kernels_us(call, calls=5):
-    """{name: microseconds of a call} of its kernels."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-    found = {e.key[:80]: e.device_time_total / calls for e in profile.key_averages()}
-    return {name: round(us, 1) for name, us in found.items() if us}
+        return 1e6 * statistics.median(took) / calls
 
 
 def rows(args):
-    with started(args.builds, f"{__name__}:Worker", args.device, args.watts) as builds:
+    with started(args.builds, f"{__name__}:Worker", args.device) as builds:
         yield from compare(builds, args)
 
 
 def compare(builds, args):
     """A row for each case and rank, as it is made."""
     end = time.monotonic() + args.deadline_s
+    case = {name: getattr(args, name) for name in ("mix", "routing", "part", "ranks")}
     for shape in args.models:
         layer = {"shape": shape, "ranks": args.ranks, "adapters": args.adapters, "tp": args.tp}
         (model,) = {build.ask("load", dtype=args.dtype, **layer) for build in builds}
         for tokens in args.tokens:
             if time.monotonic() > end:
                 return
-            case = {name: getattr(args, name) for name in ("mix", "routing", "part", "ranks")}
             first = [build.ask("draw", tokens=tokens, **case) for build in builds]
             for rank in args.ranks:
                 turns = {build.name: [] for build in builds}
                 for i in range(args.turns):
                     for build in builds if i % 2 == 0 else reversed(builds):
-                        turn = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
-                        turns[build.name].append(turn)
-                merged = {name: merge(found) for name, found in turns.items()}
-                digests, kernels = zip(*(each[rank] for each in first), strict=True)
+                        us = build.ask("turn", rank=rank, budget_ms=args.budget_ms)
+                        turns[build.name].append(us)
                 row = {"model": model, "tokens": tokens, "rank": rank}
-                for field in dict.fromkeys(field for turn in merged.values() for field in turn):
-                    row[field] = {name: turn.get(field) for name, turn in merged.items()}
-                if args.watts:
-                    row["kernels_us"] = dict(zip(turns, kernels, strict=True))
-                yield row | {"same_bits": len(set(digests)) == 1}
-
-
-def merge(turns):
-    """Medians of numbers, and unions of lists."""
-    keys = dict.fromkeys(key for turn in turns for key in turn)
-    values = {key: [turn[key] for turn in turns if key in turn] for key in keys}
-    return {
-        key: sorted({*sum(v, [])}) if isinstance(v[0], list) else round(statistics.median(v), 4)
-        for key, v in values.items()
-    }
+                row["us"] = {name: round(statistics.median(us), 4) for name, us in turns.items()}
+                yield row | {"same_bits": len({bits[rank] for bits in first}) == 1}
 
 
 def shown(row):
@@ -194,8 +133,7 @@ def shown(row):
     cells = [f"{row['model']:9} {row['tokens']:6} r{row['rank']:<3} {first[0]} {first[1]:.1f} us"]
     cells += [f"{name} {us:.1f} ({100 * (us / first[1] - 1):+.1f} %)" for name, us in others]
     cells += [] if row["same_bits"] else ["other bits"]
-    fields = ("rested_us", "mhz", "watts", "joules", "limits")
-    return "   ".join(cells + [f"{field} {row[field]}" for field in fields if field in row])
+    return "   ".join(cells)
 
 
 def main(argv=None):
@@ -211,7 +149,6 @@ def main(argv=None):
         turns=8,
         budget_ms=5.0,
         deadline_s=math.inf,
-        watts=(False, "and clocks and joules, of a GPU"),
         device=("cuda", "of all builds", options.DEVICES),
         dtype=("bf16", "of activations", cases.DTYPES),
         part=("layer", "of the layer", ("layer", *DELTAS)),
@@ -224,8 +161,6 @@ def main(argv=None):
         parser.error(f"--turns is {args.turns}, wanted 1 or more")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, and torch finds no GPU")
-    if args.watts and args.device == "cpu":
-        parser.error("--watts: clocks and watts are a GPU's")
     if args.shape:
         args.models = [args.shape]
     if args.part in DELTAS:

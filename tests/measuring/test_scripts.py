@@ -29,9 +29,7 @@ SCRIPTS = [  # a script and its words, fields of its cases, their values
     (f"layer {TOY} --tokens 1,9 --ranks 4 --mm-size 64 --dtypes fp32", "tokens rank", "1 4|9 4"),
     (f"{TIMES} --ranks 0,8 --turns 2", "rank same_bits", f"0 {not DIFFERS}|8 {not DIFFERS}"),
     (f"{TIMES} --part down --variants scalar", "tokens rank", "9 16|9 64"),
-    on_gpu(
-        f"compare times now={_C.__file__} --watts --models qwen3 --tokens 64", "rank", "0|16|64"
-    ),
+    on_gpu(f"compare times now={_C.__file__} --models qwen3 --tokens 64", "rank", "0|16|64"),
     on_gpu("linear_delta --tokens 3 --ranks 16 --budget-ms 0", "used", "16|0|16|0"),
     on_gpu("qlora_step --layers 1 --batch 1 --length 64 --steps 1", "engine", "moelora"),
     on_gpu(
@@ -86,8 +84,7 @@ def test_a_script_writes_its_cases(tmp_path, monkeypatch, words, fields, values)
     [
         ("compare times before=nowhere --device cpu", "'before=nowhere' is not NAME=MODULE"),
         ("compare machine-code a=x b=y --cuobjdump nowhere", "it comes with CUDA's Toolkit"),
-        ("compare times now=. --watts", "--device is cuda, and torch finds no GPU"),
-        ("compare times now=. --watts --device cpu", "clocks and watts are a GPU's"),
+        ("compare times now=.", "--device is cuda, and torch finds no GPU"),
         ("compare times now=. --turns 0", "--turns is 0, wanted 1 or more"),
         ("qlora_step --engines unsloth", "unsloth needs --peers"),
         *((f"compare {name} --help", f"usage: benchmarks.compare {name} ") for name in COMMANDS),
