@@ -9,7 +9,8 @@ import vllm_stand_in
 from cases import Spec
 from test_vllm_update import given
 from vllm_layer import HERE, Layer, load
-from vllm_stand_in_lora import LLM, LoRARequest, Worker
+from vllm_stand_in_lora import LLM, Worker
+from vllm_stand_in_runner import LoRARequest
 
 from moelora import fused_experts_lora
 

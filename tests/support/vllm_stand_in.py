@@ -470,6 +470,7 @@ def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200")
 def contents(version: str) -> dict[str, dict[str, object]]:
     """What is in which module of a release."""
     import vllm_stand_in_lora
+    import vllm_stand_in_runner
     from vllm_stand_in_methods import places
 
     others = {
@@ -479,4 +480,5 @@ def contents(version: str) -> dict[str, dict[str, object]]:
         "vllm.platforms": {"current_platform": platform()},
     }
     adapters = chosen(vllm_stand_in_lora.PLACES, vars(vllm_stand_in_lora))
+    adapters |= chosen(vllm_stand_in_runner.PLACES, vars(vllm_stand_in_runner))
     return chosen(PLACES, globals()) | adapters | places(version) | others

@@ -14,22 +14,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, PEFTHelper
+from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, LoRAKernelMeta, PEFTHelper
+from vllm_stand_in_runner import GPUModelRunner, LoRAMapping
 
 E, K, I, R = 4, 16, 8, 8  # noqa: E741
 LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(2)]
 LINEAR = "model.layers.0.self_attn.o_proj"
 PROJECTIONS = {"gate_proj": (K, I), "down_proj": (I, K), "up_proj": (K, I)}  # w1, w2, w3
-
-
-@dataclass(eq=False)
-class LoRARequest:
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
-    base_model_name: str | None = None
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
 
 
 @dataclass
@@ -120,8 +111,9 @@ class LoRAModelManager:
         self.model = torch.nn.ModuleList(self.modules.values())
         self._registered_adapters, self._active_adapters = LRUCache(), LRUCache()
         self.lora_index_to_id = [None] * self.lora_slots
-        self._last_mapping, self._enable_mixed_moe_lora_format = None, False
-        meta = SimpleNamespace(token_lora_mapping=torch.empty(0, dtype=torch.int32))
+        self._last_mapping = self._last_slot_layout = None
+        self._enable_mixed_moe_lora_format = False
+        meta = LoRAKernelMeta.make(self.lora_slots, 16, device)
         self.punica_wrapper_mapping = {"language_model": SimpleNamespace(token_mapping_meta=meta)}
 
     def __len__(self):
@@ -202,6 +194,15 @@ class LoRAModelManager:
         self._registered_adapters.clear()
         self._active_adapters.clear()
         self.lora_index_to_id = [None] * self.lora_slots
+        self._last_mapping = self._last_slot_layout = None
+
+    def set_adapter_mapping(self, mapping):
+        slots = tuple(self.lora_index_to_id)
+        if self._last_mapping != mapping or self._last_slot_layout != slots:
+            of_tokens = [slots.index(n) if n > 0 else -1 for n in mapping.index_mapping]
+            meta = self.punica_wrapper_mapping["language_model"].token_mapping_meta
+            meta.prepare_tensors(torch.tensor(of_tokens, dtype=torch.long))
+            self._last_mapping, self._last_slot_layout = mapping, slots
 
     def remove_adapter(self, adapter_id):
         self.deactivate_adapter(adapter_id)
@@ -238,7 +239,8 @@ class WorkerLoRAManager:
 
     def set_active_adapters(self, requests, mapping):
         self._apply_adapters(requests)
-        self._adapter_manager._last_mapping = mapping
+        if mapping is not None:
+            self._adapter_manager.set_adapter_mapping(mapping)
 
     def _load_adapter(self, lora_request):
         helper = PEFTHelper.from_local_dir(lora_request.lora_path, self.max_position_embeddings)
@@ -256,6 +258,9 @@ class WorkerLoRAManager:
         lora.is_3d_lora_weight = lora_request.is_3d_lora_weight
         self._adapter_manager._validate_moe_lora_format(lora)
         return lora
+
+    def remove_all_adapters(self):
+        self._adapter_manager.remove_all_adapters()
 
     def list_adapters(self):
         return set(self._adapter_manager._registered_adapters)
@@ -287,7 +292,11 @@ class Worker:
     device = torch.device("cuda", 0)
 
     def __init__(self, lora_config):
-        self.model_runner = SimpleNamespace(lora_manager=LRUCacheWorkerLoRAManager(lora_config))
+        manager = LRUCacheWorkerLoRAManager(lora_config)
+        self.model_runner = GPUModelRunner(lora_config, manager)
+
+    def execute_dummy_batch(self):
+        self.model_runner._dummy_run(1, uniform_decode=True)
 
     def add_lora(self, lora_request):
         return self.model_runner.lora_manager.add_adapter(lora_request)
@@ -365,7 +374,7 @@ class Executor:
         loras = {id(r.lora_request): r.lora_request for r in requests if r.lora_request}
         for worker in self.workers:
             manager = worker.model_runner.lora_manager
-            manager.set_active_adapters([*loras.values()], SimpleNamespace())
+            manager.set_active_adapters([*loras.values()], LoRAMapping((), ()))
             slots = manager._adapter_manager.lora_index_to_id
             for request in requests:
                 if request.lora_request:
@@ -465,7 +474,6 @@ def check_plain(value):
 PLACES = {
     "vllm.lora.lora_model": "LoRAModel",
     "vllm.lora.model_manager": "LoRAModelManager",
-    "vllm.lora.request": "LoRARequest",
     "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager WorkerLoRAManager",
     "vllm.utils.cache": "LRUCache",
     "vllm.utils.torch_utils": "current_stream",
