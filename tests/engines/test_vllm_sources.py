@@ -212,6 +212,29 @@ def test_a_switch_of_the_manager_splits_stacks_of_experts(sources):
     assert "gate_up_b[:, :intermediate, :]" in manager  # gate, then up
 
 
+def test_what_batches_of_idle_ranks_rely_on(sources):
+    """Both model runners run them in the context that is replaced; where no token has an adapter,
+    kernels of a captured graph find none, and the mapping of tokens is exchanged all the same."""
+
+    def method(module, path):
+        cls, name = path.split(".")
+        return ast.unparse(sources.method(*sources.find(module, cls), name))
+
+    worker = "vllm.v1.worker"
+    batch = method(f"{worker}.gpu_worker", "Worker.execute_dummy_batch")
+    assert "self.model_runner._dummy_run(" in batch
+    for runner in (f"{worker}.gpu_model_runner", f"{worker}.gpu.model_runner"):
+        dummy_run = method(runner, "GPUModelRunner._dummy_run")
+        assert "with self.maybe_dummy_run_with_lora(" in dummy_run
+    kernels = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
+    before_return = method(kernels, "LoRAKernelMeta.prepare_tensors").partition("return")[0]
+    assert "self._reset()" in before_return
+    assert "self.active_lora_ids.fill_(-1)" in method(kernels, "LoRAKernelMeta._reset")
+    naive = "vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep"
+    prepare = method(naive, "MoEPrepareAndFinalizeNaiveDPEPModular.prepare")
+    assert "if lora_ctx is not None:" in prepare and "no_lora" not in prepare
+
+
 def test_what_the_route_of_updates_reads_of_a_server(sources):
     """Of a release that has endpoint plugins: they are loaded by name, and find the models."""
     try:

@@ -9,8 +9,8 @@ import vllm_stand_in
 from cases import Spec
 from test_vllm_update import given
 from vllm_layer import HERE, Layer, load
-from vllm_stand_in_lora import LLM, Worker
-from vllm_stand_in_runner import LoRARequest
+from vllm_stand_in_lora import LLM, LoRAModelManager, WorkerLoRAManager
+from vllm_stand_in_runner import GPUModelRunner, GPUModelRunnerV1
 
 from moelora import fused_experts_lora
 
@@ -117,13 +117,48 @@ def test_an_adapter_that_is_in_no_slot_is_counted_and_said(travel, lines):
 
 def manager_with(travel, *names):
     """A worker's, and the ids in its slots."""
-    llm = LLM(max_loras=3, max_cpu_loras=3)
-    outer = llm.llm_engine.workers[0].model_runner.lora_manager
-    inner = outer._adapter_manager
-    update = load(f"{HERE}.update")
-    requests = update.update_adapters(llm, {name: given(n) for n, name in enumerate(names)})
-    (punica,) = inner.punica_wrapper_mapping.values()
-    return outer, inner, requests, travel.slots_of(punica, inner.lora_slots)
+    rank = Serving(travel, names)
+    return rank.outer, rank.inner, rank.requests, rank.slots
+
+
+class Serving:
+    """A rank with the adapters of these names, as far as its LoRA manager and model runner go."""
+
+    def __init__(self, travel, names):
+        llm = LLM(max_loras=3, max_cpu_loras=3)
+        (self.worker,) = llm.llm_engine.workers
+        self.runner = self.worker.model_runner
+        self.outer = self.runner.lora_manager
+        self.inner = self.outer._adapter_manager
+        update = load(f"{HERE}.update").update_adapters
+        self.requests = update(llm, {name: given(n) for n, name in enumerate(names)})
+        (punica,) = self.inner.punica_wrapper_mapping.values()
+        self.meta, self.slots = punica.token_mapping_meta, travel.slots_of(punica, 3)
+        self.sent = []  # ids that the tokens of each batch are sent with
+
+        def execute_model():
+            self.sent.append(self.slots.to_ids(self.meta.token_lora_mapping))
+
+        self.runner.execute_model = execute_model
+
+    def step(self, name, tokens=4):
+        """A batch of one request."""
+        request = self.requests[name]
+        self.runner._set_active_loras((1,), (request.lora_int_id,) * tokens, {request})
+        self.runner.execute_model()
+
+    def state(self):
+        """What a batch without requests leaves as it is."""
+        inner, slots = self.inner, range(3)
+        known = list(inner._registered_adapters), list(inner._active_adapters)
+        table = list(inner.lora_index_to_id), list(self.slots.here), self.slots.ids.tolist()
+        return known, table, [self.worker.products(slot) for slot in slots]
+
+
+def same(state, other):
+    """Of two states; all bits of the slots."""
+    pairs = zip(state[2], other[2], strict=True)
+    return state[:2] == other[:2] and all(torch.equal(a[n], b[n]) for a, b in pairs for n in a)
 
 
 def ids(travel, requests, *names):
@@ -134,7 +169,7 @@ def test_a_table_follows_the_slots(travel):
     outer, inner, requests, slots = manager_with(travel, "law", "code")
     wanted = [*ids(travel, requests, "law", "code"), travel.NONE]
     assert slots.here == slots.ids.tolist() == wanted
-    inner.remove_all_adapters()  # as after a dummy batch: factors stay in the slots
+    inner.remove_all_adapters()  # as with new base weights: factors stay in the slots
     assert slots.ids.tolist() == wanted
     for name in ("code", "law"):
         outer.add_adapter(requests[name])
@@ -152,30 +187,80 @@ def test_another_adapter_takes_a_slot_without_one(travel):
     assert slots.here == [code, law, art]
 
 
-def test_a_rank_without_requests_keeps_factors_for_the_tokens_of_others(travel):
-    """vLLM fills all slots with dummies in each of its steps, and removes all adapters after it."""
-    outer, inner, requests, slots = manager_with(travel, "law", "code")
-    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=outer))
-    law, code = ids(travel, requests, "law", "code")
-    kept = [Worker.products(worker, slot) for slot in (0, 1)]
-    for _ in range(3):
-        outer._cached_dummy_lora = None
-        for number in range(1, inner.lora_slots + 1):  # as of adapters, which come first
-            outer.add_dummy_lora(LoRARequest(f"warmup_{number}", number, "nowhere"), 8)
-            inner.activate_adapter(number)
-        outer._cached_dummy_lora = False
-        assert None not in inner.lora_index_to_id
-        assert slots.here[:2] == [law, code] and slots.here[2] < travel.NONE
-        sent = slots.to_ids(torch.arange(3))
-        assert (sent < travel.NONE).all(), "a rank that has no `law` must not count dummies as lost"
-        for slot, products in enumerate(kept):
-            for name, product in Worker.products(worker, slot).items():
-                assert torch.equal(product, products[name]) and product.any()
-        inner.remove_all_adapters()
-    assert outer.dummies == 1, "later ones are clones"
-    outer.add_adapter(requests["code"])
-    assert inner.lora_index_to_id == [None, requests["code"].lora_int_id, None]
-    assert slots.to_ids(torch.tensor([1])).tolist() == [code]
+def refuse(*args):
+    raise AssertionError("no adapter is loaded, made or copied here")
+
+
+RUNNERS = GPUModelRunner, GPUModelRunnerV1
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=["V2", "V1"])
+def test_a_rank_without_requests_keeps_its_adapters(travel, monkeypatch, runner):
+    """In batches that it runs for others its tokens have no adapter, and none is loaded again."""
+    rank = Serving(travel, ["law", "code"])
+    rank.runner.__class__ = runner
+    rank.step("code")
+    before, (sent,) = rank.state(), rank.sent
+    assert sent[:4].tolist() == ids(travel, rank.requests, "code") * 4
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoRAModelManager, "activate_adapter", refuse)
+        for _ in range(3):
+            rank.worker.execute_dummy_batch()
+            assert same(rank.state(), before)
+    others = travel.Slots(3, "cpu")  # a rank without adapters
+    for sent in rank.sent[1:]:
+        assert sent.numel() == 16 and (sent == travel.NONE).all(), "a graph is of more tokens"
+        assert (others.to_slots(sent) == -1).all() and not int(others.lost)
+    for name in ("law", "code"):
+        rank.step(name)
+        assert rank.sent.pop()[:4].tolist() == ids(travel, rank.requests, name) * 4
+    assert rank.state()[1] == before[1]
+
+
+def test_a_rank_that_never_had_an_adapter_makes_no_dummies(travel, monkeypatch):
+    rank = Serving(travel, [])
+    monkeypatch.setattr(WorkerLoRAManager, "add_dummy_lora", refuse)
+    rank.worker.execute_dummy_batch()
+    assert (rank.sent[0] == travel.NONE).all()
+    assert rank.slots.here == [travel.NONE] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_profiling_and_capture_have_dummies(travel, monkeypatch, fails):
+    """Before and after a batch without requests, or one that fails."""
+    rank = Serving(travel, [])
+    runner, dummies = rank.runner, [travel.NONE - n for n in (1, 2, 3)]
+
+    def check():
+        rank.sent.clear()
+        runner.profile_run()
+        runner.capture_model()
+        profiled, without, captured = (set(sent[:8].tolist()) for sent in rank.sent)
+        assert profiled == captured == set(dummies) and without == {travel.NONE}
+        assert sorted(rank.slots.here, reverse=True) == dummies
+        assert not rank.inner._registered_adapters
+
+    check()
+    if fails:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "execute_model", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                rank.worker.execute_dummy_batch()
+    else:
+        rank.worker.execute_dummy_batch()
+        assert (rank.sent[-1] == travel.NONE).all()
+    check()
+
+
+def test_one_rank_has_vllms_own_batches(travel, monkeypatch):
+    rank = Serving(travel, ["law"])
+    monkeypatch.setattr(travel, "is_on", False)
+    there = []
+    rank.runner.execute_model = lambda: there.extend(rank.outer.list_adapters())
+    rank.worker.execute_dummy_batch()
+    assert {1, 2, 3} <= set(there)
+    assert not rank.outer.list_adapters() and rank.inner.lora_index_to_id == [None] * 3
 
 
 def test_the_senders_mapping_is_as_before(travel, monkeypatch):

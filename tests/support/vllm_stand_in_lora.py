@@ -223,19 +223,11 @@ class WorkerLoRAManager:
         self.lora_config, self.max_position_embeddings = lora_config, 64
         self._lora_model_cls = LoRAModel
         self._adapter_manager = LRUCacheLoRAModelManager(lora_config)
-        self._cached_dummy_lora, self.dummies = False, 0
 
     def add_dummy_lora(self, lora_request, rank):
         if lora_request.lora_int_id in self.list_adapters():
             return False
-        if isinstance(self._cached_dummy_lora, LoRAModel):
-            loras = self._cached_dummy_lora.loras.copy()
-        else:
-            self.dummies, loras = self.dummies + 1, {}
-        dummy = LoRAModel(lora_request.lora_int_id, rank, loras)
-        if self._cached_dummy_lora is None:
-            self._cached_dummy_lora = dummy
-        return self._adapter_manager.add_adapter(dummy)
+        return self._adapter_manager.add_adapter(LoRAModel(lora_request.lora_int_id, rank, {}))
 
     def set_active_adapters(self, requests, mapping):
         self._apply_adapters(requests)

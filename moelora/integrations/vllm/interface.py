@@ -165,7 +165,7 @@ SHARED = interface("""
         called LLMEngine.apply_model self func
 """)
 
-# Where tokens of data-parallel ranks are exchanged, and slots are filled.
+# Where tokens of data-parallel ranks are exchanged, slots are filled, and idle ranks run.
 TRAVEL = interface(f"""
     {_MOE}.prepare_finalize.naive_dp_ep
         replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare self a1 topk_weights topk_ids \
@@ -176,7 +176,13 @@ TRAVEL = interface(f"""
         replaced LoRAModelManager.activate_adapter self lora_id
     vllm.lora.worker_manager
         replaced WorkerLoRAManager._load_adapter self lora_request
-        replaced WorkerLoRAManager.add_dummy_lora self lora_request rank
+    vllm.v1.worker.gpu_worker
+        replaced Worker.execute_dummy_batch self
+    vllm.v1.worker.lora_model_runner_mixin
+        replaced LoRAModelRunnerMixin.maybe_dummy_run_with_lora self lora_config \
+            num_scheduled_tokens num_sampled_tokens remove_lora num_active_loras mapping_type
+        called LoRAModelRunnerMixin.maybe_select_dummy_loras self lora_config \
+            num_scheduled_tokens num_sampled_tokens
     {_MOE}.experts.lora_context
         fields MoELoRAContext punica_wrapper local_token_lora_mapping
     vllm.lora.request

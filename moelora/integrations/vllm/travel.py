@@ -7,11 +7,13 @@ vLLM sends the slots of the sender, and every rank fills its slots in an order o
 exchange (`prepare` of the naive DP + EP kernels) sends ids, and each rank looks up its slots. An id
 is a hash of an adapter's name and path, since numbers are given out by each API server. The table
 of a rank's slots is a device tensor, updated in place as a slot is filled: a captured graph reads
-it. A rank without requests runs dummy batches while others have some, with as many dummy adapters
-as there are slots, and then removes all its adapters, but leaves their factors in the slots: so
-they stay in the table, and an adapter goes back to its slot, or to one that has none. Dummies are
-not copied to slots with an adapter's factors, which serve other ranks' tokens in the same step;
-their tokens are sent with ids of dummies all the same.
+it. vLLM removes all adapters where it replaces base weights, but leaves their factors in the slots:
+so they stay in the table, and an adapter goes back to its slot, or to one that has none.
+
+A rank without requests runs dummy batches while others have some. vLLM fills all slots with dummy
+adapters for each, and then removes all adapters: the next request would load its adapter again
+while all ranks wait. Here tokens of such a batch have no adapter, and the rank keeps its adapters.
+Profiling, warm-up and graph capture have vLLM's dummies.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
 them on the device, and its log says so when it next fills a slot.
@@ -21,30 +23,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelora.integrations.vllm import say_once, wrap
+from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
-_NAME, _DUMMY = "_moelora_slots", "_moelora_dummy"
+_NAME, _IDLE = "_moelora_slots", "_moelora_idle"
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
 
 
 class Slots:
-    """Ids of the adapters in a rank's slots, and how many tokens came with another one.
-
-    `sent` has the ids that the rank's own tokens are sent with: those of `ids`, but of a dummy
-    where one is in a slot in name only.
-    """
+    """Ids of the adapters in a rank's slots, and how many tokens came with another one."""
 
     def __init__(self, count: int, device: Any):
         with torch.inference_mode(False):
             self.ids = torch.full((count,), NONE, dtype=torch.int64, device=device)
-            self.sent = self.ids.clone()
             self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.here = [NONE] * count  # the same on the host
 
@@ -58,11 +57,6 @@ class Slots:
     def _set(self, slot: int, number: int) -> None:
         self.here[slot] = number
         self.ids[slot].fill_(number)
-        self.sent[slot].fill_(number)
-
-    def name(self, slot: int, number: int) -> None:
-        """Tokens of a slot are sent with the id of a dummy; its factors remain an adapter's."""
-        self.sent[slot].fill_(number)
 
     def best(self, number: int, free: Sequence[int]) -> int | None:
         """The free slot that an adapter should go to: its own, or one without."""
@@ -71,12 +65,12 @@ class Slots:
 
     def to_ids(self, slots: Tensor) -> Tensor:
         """Ids of tokens from slots, NONE from -1."""
-        found = self.sent[slots.clamp(min=0).long()]
+        found = self.ids[slots.clamp(min=0).long()]
         return torch.where(slots < 0, NONE, found)
 
     def to_slots(self, ids: Tensor) -> Tensor:
-        """Slots of tokens here, int32; -1 for NONE and for adapters in no slot, which count, and
-        for dummies in none."""
+        """Slots of tokens here, int32; -1 for NONE and for adapters in no slot, which count unless
+        they are dummies."""
         same = (ids[:, None] == self.ids) & (ids != NONE)[:, None]
         here = same.any(1)
         self.lost += ((ids >= 0) & ~here).sum()
@@ -92,11 +86,14 @@ def install() -> None:
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     wrap(naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular, "prepare", _sending_ids)
     wrap(LoRAModelManager, "activate_adapter", _noting_slot)
     wrap(WorkerLoRAManager, "_load_adapter", _noting_id)
-    wrap(WorkerLoRAManager, "add_dummy_lora", _keeping_dummy)
+    wrap(Worker, "execute_dummy_batch", _idle)
+    wrap(LoRAModelRunnerMixin, "maybe_dummy_run_with_lora", _without_dummies)
 
 
 def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -> Any:
@@ -106,18 +103,29 @@ def _noting_id(load_adapter: Callable[..., Any], self: Any, lora_request: Any) -
     return model
 
 
-def _keeping_dummy(
-    add_dummy_lora: Callable[..., bool], self: Any, lora_request: Any, rank: int
-) -> bool:
-    """`add_dummy_lora`, which makes the first dummy of a batch and clones it for the other slots.
-    Here it clones the previous batch's, so that steps without requests make and pin no memory."""
-    first = getattr(self, _DUMMY, None)
-    if is_on and first is not None and first.rank == rank and self._cached_dummy_lora is None:
-        self._cached_dummy_lora = first
-    done = add_dummy_lora(self, lora_request, rank)
-    if is_on and self._cached_dummy_lora:
-        setattr(self, _DUMMY, self._cached_dummy_lora)
-    return done
+def _idle(execute_dummy_batch: Callable[..., None], self: Any) -> None:
+    """`execute_dummy_batch`, which a worker of a rank without requests runs."""
+    with setting(self.model_runner, _IDLE, is_on):
+        execute_dummy_batch(self)
+
+
+def _without_dummies(
+    dummy_run: Callable[..., AbstractContextManager[None]],
+    self: Any,
+    lora_config: Any,
+    num_scheduled_tokens: Any,
+    num_sampled_tokens: Any,
+    *args: Any,
+    **named: Any,
+) -> AbstractContextManager[None]:
+    """`maybe_dummy_run_with_lora`, in whose context a runner executes a dummy batch."""
+    tokens = num_scheduled_tokens, num_sampled_tokens
+    if not getattr(self, _IDLE, False):
+        return dummy_run(self, lora_config, *tokens, *args, **named)
+    selected: AbstractContextManager[None] = self.maybe_select_dummy_loras(
+        lora_config, num_scheduled_tokens, num_sampled_tokens=num_sampled_tokens
+    )
+    return selected
 
 
 def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
@@ -132,11 +140,6 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     there = self.lora_index_to_id
     free = [slot for slot, held in enumerate(there) if held is None]
     best = tables[0].best(number, free)
-    if number < NONE and best is None and free and lora_id not in self._active_adapters:
-        self._active_adapters[lora_id], there[free[0]] = None, lora_id
-        for slots in tables:
-            slots.name(free[0], number)
-        return True
     others = [slot for slot in free if best is not None and slot != best]
     for slot in others:  # vLLM takes the first that is None
         there[slot] = TAKEN
