@@ -331,6 +331,15 @@ def test_a_layer_that_is_left_has_vllms_own_adapters(own, race, vllm):
     assert not race.timed
 
 
+def test_layers_of_data_parallel_ranks_run_in_moelora(own, race, vllm):
+    """vLLM's kernels leave out adapters that only other ranks' batches have."""
+    race.slower = SIZES
+    assert is_ours(vllm, Layer(vllm, SPEC.build(), dp_size=2).step())
+    deltas = Deltas(vllm, SPEC.build(), dp_size=2).step()
+    deltas.check(deltas())
+    assert not own.calls and not race.timed
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_a_call_is_timed_by_the_gpus_clock(vllm):

@@ -191,7 +191,7 @@ def _is_ours(add_lora_w13: Callable[..., Any], self: Any, call: GateUp) -> bool:
 
     What it adds last, those of the down projection, goes the same way: it needs what this returns.
     """
-    if not race.wanted():
+    if not race.is_on():
         return True
     tokens, y = call.num_tokens, call.y
     mapping = mapping_of(self, tokens, call.token_lora_mapping)

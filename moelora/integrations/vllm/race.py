@@ -33,7 +33,7 @@ import torch
 
 from moelora import _C
 from moelora.integrations import shown, switched_on
-from moelora.integrations.vllm import SWITCH, say_once
+from moelora.integrations.vllm import SWITCH, say_once, travel
 from moelora.operators.torch_private import driver_version
 
 SIZES = (8, 128, 2048)  # tokens: decode of few, of many, prefill
@@ -82,6 +82,12 @@ def wanted() -> bool:
     """Whether layers race: on cards other than those that moelora was measured on, or with the
     kernels of other cards (MOELORA_MAX_CC), unless MOELORA_VLLM=1."""
     return not switched_on(SWITCH) and torch.cuda.is_available() and not is_measured(_card())
+
+
+def is_on() -> bool:
+    """Whether calls race. Those with tokens of other data-parallel ranks do not: vLLM's kernels add
+    the adapters of the rank's own batch alone."""
+    return wanted() and not travel.is_on
 
 
 def is_measured(card: str) -> bool:

@@ -180,7 +180,7 @@ class Served(_Base):  # type: ignore[misc]
 
     def _is_ours(self, call: Call) -> bool:
         """Whether moelora runs a call that it could run: where it races, if it won."""
-        if not race.wanted():
+        if not race.is_on():
             return True
         if self._of is None:
             self._of = self._identity(call)
@@ -196,7 +196,7 @@ class Served(_Base):  # type: ignore[misc]
 
     def _may_leave(self, tokens: int) -> bool:
         """Whether a call of so many tokens may run vLLM's own path."""
-        if not race.wanted():
+        if not race.is_on():
             return False
         return not all(self._table.is_ours(tokens, has) for has in (False, True))
 
