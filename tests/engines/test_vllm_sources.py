@@ -27,7 +27,10 @@ PARTS = [n for n, part in vars(interface).items() if isinstance(part, interface.
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_release_has_what_is_needed(sources, part):
-    assert interface.problem(getattr(interface, part), sources.parameters) is None
+    """Older schedulers have no function that holds requests back, which prefetch needs."""
+    problem = interface.problem(getattr(interface, part), sources.parameters)
+    older = part == "PREFETCH" and sources.folder != RELEASES[-1]
+    assert problem is None or older and "Scheduler._handle_blocked_waiting_request" in problem
 
 
 @pytest.mark.parametrize("name", FORMATS)
