@@ -1,6 +1,7 @@
 """See the package's docstring: `python -m benchmarks.serving --help`."""
 
 import argparse
+import importlib.util
 import json
 import pathlib
 import sys
@@ -212,6 +213,8 @@ class Bench(Stages):
 
 def main(argv=None):
     args = parse(argv)
+    if not importlib.util.find_spec("vllm"):
+        raise SystemExit("loads come from `vllm bench serve`, and vLLM is not installed here")
     results.check_writable("--out", args.out)
     bench = Bench(args)
     if args.url:

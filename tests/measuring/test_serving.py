@@ -175,6 +175,13 @@ def test_more_adapters_than_slots_in_an_engine_of_a_file(run, tmp_path):
     assert "| NVFP4, micro | ours | 8 | 2 | 1.2 |" in section("serving_adapters")
 
 
+def test_without_vllm_no_model_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit, match="vLLM is not installed here"):
+        serving.main(["--work", str(tmp_path / "work"), "--out", str(tmp_path / "x.json")])
+    assert not (tmp_path / "work").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
