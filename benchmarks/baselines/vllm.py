@@ -100,7 +100,7 @@ class Marlin:
         model, checkpoint = self.layer.model, self.layer.checkpoint
 
         class Ours(self.vq.Weights):  # type: ignore[misc, name-defined] # of a module found by path
-            # Overrides the peer's, which spells it so.
+            # The peer's method has this spelling.
             def quantised(self, expert: int, projection: str) -> tuple[Tensor, Tensor, None]:
                 values, scales = (t[expert] for t in checkpoint[projection])
                 if (self.Hp, self.Ip) != (self.H, self.I):  # of [N, K / so many columns]

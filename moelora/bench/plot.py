@@ -74,7 +74,7 @@ def of_topic(args: argparse.Namespace, topic: str) -> tuple[Case, list[Case]]:
     meta, cases = results.read(file)
     rows = [row for row in cases if row.get("topic") == topic]
     if not rows:
-        raise ValueError(f"{file} has no case of a loop of RL")
+        raise ValueError(f"{file} has no case of {topic}")
     return meta, rows
 
 

@@ -171,7 +171,7 @@ def test_quick_measures_one_layer_of_few_tokens_unless_others_are_named(words, w
         (f"plot {RESULTS}/h200-rl.json", "there is no layer in these files"),
         ("plot nowhere.json --out now", "wanted a file that ends in .png or .svg"),
         (f"plot {RESULTS}/cpu-layer.json --picture beside", "no case of rank 16 with"),
-        (f"plot {RESULTS}/cpu-layer.json --picture rl", "no case of a loop of RL"),
+        (f"plot {RESULTS}/cpu-layer.json --picture rl", "no case of rl_reward"),
         ("plot a.json b.json --picture rl", "--picture rl draws one file, not 2"),
     ],
 )
