@@ -35,8 +35,8 @@ def gpu(meta):
 
 def rates(files):
     """Tokens per second: a row per file with four adapters, engine and load, a column per server.
-    Decodes take the median time of a token, since kernels that an engine compiles while it serves
-    stall some requests of a run."""
+    They are of median times, since kernels that an engine compiles while it serves stall some
+    requests of a run: of prompts that come together, or of a token of each sequence."""
     found = []
     for topic in files:
         meta, rows = load(topic)
@@ -44,9 +44,10 @@ def rates(files):
             engine, _, more = row.engine.partition(" ")
             who, name = SERVERS.get((more, row.adapters > 0)), LOADS.get(row.workload)
             if who and name and engine in ENGINES and meta.get("adapters", 4) == 4:
-                decode = row.workload in DECODES
-                speed = row.concurrency * 1000 / row.median_tpot_ms if decode else None
-                speed = round(speed or row.total_token_throughput)
+                tokens, ms = row.input + row.output, row.median_ttft_ms
+                if row.workload in DECODES:
+                    tokens, ms = 1, row.median_tpot_ms
+                speed = row.concurrency * tokens * 1000 / ms
                 run = [topic, f"{ENGINES[engine]} {meta[engine]}", gpu(meta), experts(meta)]
                 found.append([*run, name, who, speed])
     if not found:
