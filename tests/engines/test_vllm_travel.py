@@ -111,8 +111,12 @@ def test_an_adapter_that_is_in_no_slot_is_counted_and_said(travel, lines):
     assert slots.to_slots(ids).dtype == torch.int32
     assert int(slots.lost) == 2
     travel._say_lost(slots)
-    assert "adapters that were in no slot here" in lines[0]
+    assert len(lost_lines(lines)) == 1
     assert slots.to_ids(torch.tensor([1, -1, 2, 0], dtype=torch.int32)).tolist() == [70, -1, 71, -1]
+
+
+def lost_lines(lines):
+    return [line for line in lines if "adapters that were in no slot here" in line]
 
 
 def manager_with(travel, *names):
@@ -177,14 +181,17 @@ def test_a_table_follows_the_slots(travel):
     assert inner.lora_index_to_id == [requests[n].lora_int_id for n in ("law", "code")] + [None]
 
 
-def test_another_adapter_takes_a_slot_without_one(travel):
+def test_another_adapter_takes_a_slot_without_one(travel, lines):
+    """As it is loaded, the log says that its tokens came before."""
     outer, inner, requests, slots = manager_with(travel, "law", "code", "art")
     law, code, art = ids(travel, requests, "law", "code", "art")
     slots.fill(0, code)  # moved: the slot that it had has none
     assert slots.here == slots.ids.tolist() == [code, travel.NONE, art]
     inner.remove_all_adapters()
+    slots.to_slots(torch.tensor([law]))
+    assert not lost_lines(lines)
     outer.add_adapter(requests["law"])
-    assert slots.here == [code, law, art]
+    assert slots.here == [code, law, art] and len(lost_lines(lines)) == 1
 
 
 def refuse(*args):
@@ -224,6 +231,21 @@ def test_a_rank_that_never_had_an_adapter_makes_no_dummies(travel, monkeypatch):
     rank.worker.execute_dummy_batch()
     assert (rank.sent[0] == travel.NONE).all()
     assert rank.slots.here == [travel.NONE] * 3
+
+
+def test_a_rank_without_requests_says_what_it_lacks(travel, lines):
+    """Once, though it fills no slot any more; then it reads the count no more."""
+    rank = Serving(travel, [])
+    rank.runner.profile_run()
+    rank.slots.to_slots(torch.tensor([7, 8]))
+    for batch in range(1, 513):
+        rank.worker.execute_dummy_batch()
+        assert len(lost_lines(lines)) == (batch >= 256)
+        if batch == 256:
+            rank.slots.lost = None
+    without_lora = SimpleNamespace(model_runner=SimpleNamespace())
+    for _ in range(256):
+        travel._idle(lambda worker: None, without_lora)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -16,12 +16,14 @@ while all ranks wait. Here tokens of such a batch have no adapter, and the rank 
 Profiling, warm-up and graph capture have vLLM's dummies.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
-them on the device, and its log says so when it next fills a slot.
+them on the device. It reads the count when it fills a slot and after every 256th batch without
+requests, and its log says so once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,7 +36,9 @@ from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
+LOOK_EVERY = 256  # batches without requests, at the count of lost tokens
 _NAME, _IDLE = "_moelora_slots", "_moelora_idle"
+_idle_batches = itertools.count(1)
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
 
 
@@ -46,6 +50,7 @@ class Slots:
             self.ids = torch.full((count,), NONE, dtype=torch.int64, device=device)
             self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.here = [NONE] * count  # the same on the host
+        self.is_lost_said = False
 
     def fill(self, slot: int, number: int) -> None:
         """A slot has another adapter from now on, and no other slot has it."""
@@ -107,6 +112,10 @@ def _idle(execute_dummy_batch: Callable[..., None], self: Any) -> None:
     """`execute_dummy_batch`, which a worker of a rank without requests runs."""
     with setting(self.model_runner, _IDLE, is_on):
         execute_dummy_batch(self)
+    outer = getattr(self.model_runner, "lora_manager", None)
+    if is_on and outer is not None and next(_idle_batches) % LOOK_EVERY == 0:
+        for slots in _tables(outer._adapter_manager):
+            _say_lost(slots)
 
 
 def _without_dummies(
@@ -132,8 +141,7 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     if not is_on:
         return activate(self, lora_id)
     model = self._registered_adapters.get(lora_id)
-    every = {id(p): p for p in self.punica_wrapper_mapping.values()}.values()
-    tables = [slots_of(punica, self.lora_slots) for punica in every]
+    tables = _tables(self)
     if model is None or not tables:
         return activate(self, lora_id)
     number: int = getattr(model, "_moelora_id", NONE - lora_id)
@@ -155,6 +163,12 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
     return done
 
 
+def _tables(manager: Any) -> list[Slots]:
+    """Of a LoRAModelManager: one for each of its Punica wrappers."""
+    every = {id(p): p for p in manager.punica_wrapper_mapping.values()}.values()
+    return [slots_of(punica, manager.lora_slots) for punica in every]
+
+
 def slots_of(punica: Any, count: int) -> Slots:
     """The table of a rank, which is that of its Punica wrapper."""
     if not hasattr(punica, _NAME):
@@ -165,7 +179,9 @@ def slots_of(punica: Any, count: int) -> Slots:
 
 
 def _say_lost(slots: Slots) -> None:
-    if int(slots.lost):
+    """Log lost tokens, once. Reading the count synchronizes with the device."""
+    if not slots.is_lost_said and int(slots.lost):
+        slots.is_lost_said = True
         say_once(
             "tokens of other data-parallel ranks had adapters that were in no slot here: this "
             "rank's experts answered them as the base model; set --max-loras to the number of "
