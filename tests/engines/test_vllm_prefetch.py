@@ -211,6 +211,25 @@ def test_running_requests_do_not_wait(make, streams, late):
     engine.check()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_of_data_parallel_ranks_read_every_slot(make, streams, monkeypatch, ranks):
+    """Others' tokens may: a copy waits for the last batch, and the next one for the copy."""
+    monkeypatch.setattr(load(f"{HERE}.travel"), "is_on", ranks > 1)
+    engine = make("abc", slots=2)
+    first, _ = engine.here()
+    (new,) = {*"abc"} - {*engine.here()}
+    engine.add(first)
+    engine.step(), engine.step()
+    streams.advance("compute", operations=len(streams.queues["compute"]) - 1)
+    engine.add(new)
+    assert engine.step() == [first] and new in engine.here()
+    streams.advance("copies")
+    assert bool(streams.queues["copies"]) == (ranks > 1)
+    assert streams.waits == ranks - 1
+    streams.advance("compute", "copies", "compute")
+    engine.check()
+
+
 def test_slots_of_running_requests_stay(make, streams):
     """Also if more adapters wait than slots are left: they come in their order."""
     engine = make("abcde", slots=2)

@@ -16,6 +16,7 @@ from vllm_quantized import QuantizedLayer
 pytest_plugins = ["vllm_fixtures"]
 
 SPEC = Spec(tokens=9, mix="many", ranks=(8, 8, 8))
+QUANTIZED = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
 SIZES = (2, 8)
 CARD = "NVIDIA B200"
 
@@ -264,9 +265,8 @@ def test_a_quantized_layer_stays_with_vllm_if_it_loses_anywhere(
 ):
     """Tiles are for one side only."""
     race.slower = slower
-    spec = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
     for process in range(2):
-        made = QuantizedLayer(vllm, kind, spec)
+        made = QuantizedLayer(vllm, kind, QUANTIZED)
         ours = type(made.experts).__name__ == "QuantizedExpertsWithLoRA"
         assert ours == (not slower)
         if ours:
@@ -286,8 +286,7 @@ def test_a_format_that_vllm_fails_on_runs_in_moelora(engines_own, race, vllm, li
         return run(process, method, layer, packed, format)
 
     monkeypatch.setattr(place, "_race", fail)
-    spec = Spec(tokens=9, hidden=64, inter=96, dtype=torch.bfloat16, mix="absent")
-    made = QuantizedLayer(vllm, "gptq", spec)
+    made = QuantizedLayer(vllm, "gptq", QUANTIZED)
     made.check(made())
     assert any("vLLM's own path fails (RuntimeError: no kernel image" in line for line in lines)
 
@@ -331,10 +330,18 @@ def test_a_layer_that_is_left_has_vllms_own_adapters(own, race, vllm):
     assert not race.timed
 
 
-def test_layers_of_data_parallel_ranks_run_in_moelora(own, race, vllm):
-    """vLLM's kernels leave out adapters that only other ranks' batches have."""
+def test_layers_of_data_parallel_ranks_run_in_moelora(engines_own, own, race, vllm, lines):
+    """vLLM's kernels leave out adapters that only other ranks' batches have. Quantized layers,
+    which are timed before they have adapters, stay with vLLM."""
     race.slower = SIZES
-    assert is_ours(vllm, Layer(vllm, SPEC.build(), dp_size=2).step())
+    made = Layer(vllm, SPEC.build(), dp_size=2).step()
+    assert is_ours(vllm, made)
+    count, rows, columns = made.p.w13.shape
+    problem = 9, rows, columns, SPEC.top_k, count, count, None, made.activation
+    assert made.experts.workspace_shapes(*problem)[:2] == ((0,), (0,))
+    quantized = QuantizedLayer(vllm, "gptq", QUANTIZED, dp_size=2)
+    assert type(quantized.experts) is vllm.TritonExperts
+    assert any("layers of data-parallel ranks are not timed" in line for line in lines)
     deltas = Deltas(vllm, SPEC.build(), dp_size=2).step()
     deltas.check(deltas())
     assert not own.calls and not race.timed

@@ -128,10 +128,11 @@ def manager_with(travel, *names):
 class Serving:
     """A rank with the adapters of these names, as far as its LoRA manager and model runner go."""
 
-    def __init__(self, travel, names):
+    def __init__(self, travel, names, runner=GPUModelRunner):
         llm = LLM(max_loras=3, max_cpu_loras=3)
         (self.worker,) = llm.llm_engine.workers
         self.runner = self.worker.model_runner
+        self.runner.__class__ = runner
         self.outer = self.runner.lora_manager
         self.inner = self.outer._adapter_manager
         update = load(f"{HERE}.update").update_adapters
@@ -181,12 +182,14 @@ def test_a_table_follows_the_slots(travel):
     assert inner.lora_index_to_id == [requests[n].lora_int_id for n in ("law", "code")] + [None]
 
 
-def test_another_adapter_takes_a_slot_without_one(travel, lines):
+@pytest.mark.parametrize("held", [-1, -2], ids=["none", "a dummy"])
+def test_another_adapter_takes_a_slot_without_one(travel, lines, held):
     """As it is loaded, the log says that its tokens came before."""
     outer, inner, requests, slots = manager_with(travel, "law", "code", "art")
     law, code, art = ids(travel, requests, "law", "code", "art")
     slots.fill(0, code)  # moved: the slot that it had has none
     assert slots.here == slots.ids.tolist() == [code, travel.NONE, art]
+    slots.fill(1, held)
     inner.remove_all_adapters()
     slots.to_slots(torch.tensor([law]))
     assert not lost_lines(lines)
@@ -204,8 +207,7 @@ RUNNERS = GPUModelRunner, GPUModelRunnerV1
 @pytest.mark.parametrize("runner", RUNNERS, ids=["V2", "V1"])
 def test_a_rank_without_requests_keeps_its_adapters(travel, monkeypatch, runner):
     """In batches that it runs for others its tokens have no adapter, and none is loaded again."""
-    rank = Serving(travel, ["law", "code"])
-    rank.runner.__class__ = runner
+    rank = Serving(travel, ["law", "code"], runner)
     rank.step("code")
     before, (sent,) = rank.state(), rank.sent
     assert sent[:4].tolist() == ids(travel, rank.requests, "code") * 4
@@ -215,6 +217,8 @@ def test_a_rank_without_requests_keeps_its_adapters(travel, monkeypatch, runner)
         for _ in range(3):
             rank.worker.execute_dummy_batch()
             assert same(rank.state(), before)
+            sampled = rank.inner._last_mapping.prompt_mapping
+            assert len(sampled) == (2 if runner is GPUModelRunnerV1 else 1)
     others = travel.Slots(3, "cpu")  # a rank without adapters
     for sent in rank.sent[1:]:
         assert sent.numel() == 16 and (sent == travel.NONE).all(), "a graph is of more tokens"
@@ -248,10 +252,12 @@ def test_a_rank_without_requests_says_what_it_lacks(travel, lines):
         travel._idle(lambda worker: None, without_lora)
 
 
+@pytest.mark.parametrize("runner", RUNNERS, ids=["V2", "V1"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_profiling_and_capture_have_dummies(travel, monkeypatch, fails):
-    """Before and after a batch without requests, or one that fails."""
-    rank = Serving(travel, [])
+def test_profiling_and_capture_have_dummies(travel, monkeypatch, fails, runner):
+    """Before and after a batch without requests, or one that fails. V1 profiles without adapters in
+    tokens."""
+    rank = Serving(travel, [], runner)
     runner, dummies = rank.runner, [travel.NONE - n for n in (1, 2, 3)]
 
     def check():
@@ -259,7 +265,8 @@ def test_profiling_and_capture_have_dummies(travel, monkeypatch, fails):
         runner.profile_run()
         runner.capture_model()
         profiled, without, captured = (set(sent[:8].tolist()) for sent in rank.sent)
-        assert profiled == captured == set(dummies) and without == {travel.NONE}
+        assert captured == set(dummies) and without == {travel.NONE}
+        assert profiled == (without if type(runner) is GPUModelRunnerV1 else captured)
         assert sorted(rank.slots.here, reverse=True) == dummies
         assert not rank.inner._registered_adapters
 
@@ -278,11 +285,12 @@ def test_profiling_and_capture_have_dummies(travel, monkeypatch, fails):
 def test_one_rank_has_vllms_own_batches(travel, monkeypatch):
     rank = Serving(travel, ["law"])
     monkeypatch.setattr(travel, "is_on", False)
-    there = []
+    there, here = [], list(rank.slots.here)
     rank.runner.execute_model = lambda: there.extend(rank.outer.list_adapters())
     rank.worker.execute_dummy_batch()
     assert {1, 2, 3} <= set(there)
     assert not rank.outer.list_adapters() and rank.inner.lora_index_to_id == [None] * 3
+    assert rank.slots.here == here, "the table of ranks is left alone"
 
 
 def test_the_senders_mapping_is_as_before(travel, monkeypatch):

@@ -28,14 +28,19 @@ class LoRAMapping:
     is_prefill: bool = False
     type: str = "LANGUAGE"
 
+    def __post_init__(self):
+        assert self.type == "LANGUAGE"
+
 
 def warmup_requests(count):
     return {LoRARequest(f"warmup_{n}", n, "/not/a/real/path") for n in range(1, count + 1)}
 
 
 class LoRAModelRunnerMixin:
-    def _set_active_loras(self, prompt_lora_mapping, token_lora_mapping, lora_requests):
-        mapping = LoRAMapping(token_lora_mapping, prompt_lora_mapping, is_prefill=True)
+    def _set_active_loras(
+        self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type="LANGUAGE"
+    ):
+        mapping = LoRAMapping(token_lora_mapping, prompt_lora_mapping, True, mapping_type)
         self.lora_manager.set_active_adapters(lora_requests, mapping)
 
     @contextmanager
@@ -53,8 +58,11 @@ class LoRAModelRunnerMixin:
     ):  # fmt: skip
         count = min(num_active_loras, lora_config.max_loras)
         prompts = [n % count + 1 if count else 0 for n in range(len(num_scheduled_tokens))]
-        tokens = [p for p, n in zip(prompts, num_scheduled_tokens, strict=True) for _ in range(n)]
-        self._set_active_loras(tuple(prompts), tuple(tokens), warmup_requests(count))
+        sampled, tokens = (
+            tuple(p for p, n in zip(prompts, numbers, strict=True) for _ in range(n))
+            for numbers in (num_sampled_tokens or [1] * len(prompts), num_scheduled_tokens)
+        )
+        self._set_active_loras(sampled, tokens, warmup_requests(count), mapping_type)
         yield
 
     @contextmanager
@@ -102,11 +110,18 @@ class GPUModelRunner(LoRAModelRunnerMixin):
 
 
 class GPUModelRunnerV1(GPUModelRunner):
-    def _dummy_run(self, num_tokens, uniform_decode=False):
+    def _dummy_run(self, num_tokens, uniform_decode=False, remove_lora=True, num_active_loras=0):
         tokens = [num_tokens] if uniform_decode else [1] * num_tokens
-        sampled = [1] * len(tokens)
-        with self.maybe_dummy_run_with_lora(self.lora_config, tokens, sampled, True, 0):
+        sampled = [2] * len(tokens)  # of each prompt; vLLM passes 1, which is the default
+        with self.maybe_dummy_run_with_lora(
+            self.lora_config, tokens, sampled, remove_lora, num_active_loras
+        ):
             self.execute_model()
+
+    def capture_model(self):
+        for count in (0, self.lora_config.max_loras):
+            self._dummy_run(8, remove_lora=False, num_active_loras=count)
+        self.lora_manager.remove_all_adapters()
 
 
 PLACES = {
