@@ -25,11 +25,11 @@ from moelora.operators.call import (
     weights_or_absent,
 )
 from moelora.operators.delta import known_experts, one_expert
+from moelora.operators.dump import UNLIMITED
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-UNLIMITED = 2**31 - 1
 TILES = (
     *("block_size_m", "block_size_n", "block_size_k"),
     *("group_size_m", "num_warps", "num_stages", "split_k"),
