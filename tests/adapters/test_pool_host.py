@@ -13,6 +13,7 @@ from adapter_cases import (
     N,
     add,
     before_next,
+    change,
     check,
     fails,
     folders,
@@ -78,6 +79,9 @@ def test_what_is_added_comes_back(device):
         pool.lookup("n0")
     register(pool, "n2", 2)
     check(pool, "n2", wrapped(seed=2)[1], 2.0)
+    replaced = pool._host.source("n2")
+    change(pool, "n2", 3)
+    assert replaced.staged and pool._host.in_memory("n2", replaced) is None
 
 
 def test_refusals(tmp_path):

@@ -13,6 +13,7 @@
  * int4, int4_g32, int4_zp, int4_zp_g32, fp8, fp8_g64, fp8_rows, or w8a8 and w8a8_g64: fp8 and
  * fp8_g64 with quantized x.
  * With a first argument `listed`, prints 1 or 0 for each shrink: whether it uses listed segments.
+ * With `gemm`, the lines are products with w13 alone, without adapters; prints VARIANT.
  * With `delta`, the lines are deltas of x [M, K] to [M, TOP_K, I]; prints
  *
  *   ORDER SORT SHRINK EXPAND WAVES
@@ -26,7 +27,8 @@
  *   NAME=NS [NAME=NS] ...
  *
  * A following `on SMS GB_PER_S` sets the number of SMs and the bandwidth of the GPU, which are
- * otherwise 132 and unknown. With MOELORA_LOG=plan the launches of layers are printed to stderr.
+ * otherwise 132 and unknown. With MOELORA_LOG=plan the launches of layers and of `gemm`
+ * are printed to stderr.
  *
  * Other arguments are tuned plans, nine words each:
  *
@@ -127,6 +129,16 @@ static void print_delta(const moelora_experts_problem *layer, const moelora_devi
            name_of(plan.shrink[0].variant), name_of(plan.expand[0].variant), plan.expand[0].waves);
 }
 
+static void print_gemm(const moelora_experts_problem *layer, const moelora_device_info *device) {
+  moelora_gemm_problem problem = gemm_of(layer->routes, layer->w13);
+  problem.dtype = layer->dtype;
+  moelora_gemm_plan plan;
+  if (!planned(moelora_plan_gemm(&problem, device, &plan)))
+    return;
+  printf("%s\n", plan.variant->name);
+  moelora_note_gemm(&problem, device, &plan);
+}
+
 static void print_backward(const moelora_experts_problem *layer,
                            const moelora_device_info *device) {
   moelora_experts_backward_problem problem = {
@@ -215,7 +227,8 @@ static const struct {
   void (*print)(const moelora_experts_problem *, const moelora_device_info *);
 } subjects[] = {{"delta", print_delta},        {"listed", print_listed},
                 {"tiles", print_tiles},        {"backward", print_backward},
-                {"project", print_projection}, {"alone", print_projection}};
+                {"project", print_projection}, {"alone", print_projection},
+                {"gemm", print_gemm}};
 
 int main(int argc, char **argv) {
   void (*print)(const moelora_experts_problem *, const moelora_device_info *) = print_layer;

@@ -340,6 +340,15 @@ def told(capsys):
     return line
 
 
+def test_lists_that_count_no_experts_are_replayed(tmp_path):
+    """As vLLM's operators give them, beside a factor that experts share."""
+    one = torch.zeros(1, dtype=torch.int32)
+    rows = (torch.ones(1, 1), one[None], one[None], one, one[:0], 1, one, one, one, 2**31 - 1, 1)
+    args = [torch.zeros(1, 1, 1, 8), torch.ones(1, 8), [torch.ones(1, 1, 8, 8)], *rows]
+    dump.write(tmp_path / "dump", "fused_moe_lora_shrink", args, ValueError("none"))
+    assert main(["replay", str(tmp_path / "dump"), "--device", "cpu"]) == 0
+
+
 def test_files_that_are_no_dumps(tmp_path, capsys):
     path, numbers = tmp_path / "dump", {"0": torch.zeros(1 << 14, dtype=torch.int8)}
     other = "is not a dump of moelora: "

@@ -20,6 +20,7 @@ import parallel_cases  # noqa: E402
 
 import moelora.integrations.peft as moelora_peft  # noqa: E402
 import moelora.integrations.transformers as moelora_hf  # noqa: E402
+from moelora.adapters.layers import MoELayer, Pair  # noqa: E402
 from moelora.adapters.shards import Shard  # noqa: E402
 from moelora.integrations.peft import parallel  # noqa: E402
 
@@ -127,6 +128,13 @@ def test_parts_of_frozen_factors_are_frozen(axis):
             factor.requires_grad_(name != frozen)
         parts = part.take(factors)
         assert [name for name in factors if not parts[name].requires_grad] == [frozen]
+
+
+def test_a_factor_of_all_experts_stays_whole():
+    shared, each = torch.randn(1, 4, 16), torch.randn(4, 16, 4)
+    pairs = {"down": Pair(shared, each, [2.0])}
+    part = Shard("experts", 1, 2).experts(MoELayer("experts", 4, 16, 16), pairs)["down"]
+    assert torch.equal(part.a, shared) and torch.equal(part.b, each[2:])
 
 
 @pytest.mark.parametrize("call", ["load_adapters", "enable", "attach", "a step"])

@@ -92,6 +92,9 @@ def test_activations_by_hand():
 
     with pytest.raises(ValueError, match="activation is 'tanh'"):
         activate(x, "tanh")
+    for number in ("alpha", "limit"):
+        with pytest.raises(ValueError, match=f"activation_{number} is 2, but gelu takes none"):
+            activate(x, "gelu", **{number: 2})
 
 
 def test_two_slices_cover_the_columns_in_memory_order():

@@ -9,9 +9,10 @@ H200 = ("cuda", 90)
 A100 = ("cuda", 80)
 
 
-def launches(device, w13="native", w2=None, **problem):
+def launches(device, w13="native", w2=None, *, about=(), **problem):
     """{part of a layer: {"kernel": name, key: value}} in the order of launches."""
-    done = asked(device, "formats", w13, w2 or w13, env={"MOELORA_LOG": "plan"}, **problem)
+    formats = ("formats", w13, w2 or w13)
+    done = asked(device, *about, *formats, env={"MOELORA_LOG": "plan"}, **problem)
     parts = re.findall(r"^moelora:   (\w+): (\S+) ?(.*)$", done.stderr, re.M)
     return {
         part: {"kernel": kernel} | dict(re.findall(r"(\w+)=(\S+)", rest))
@@ -34,6 +35,9 @@ def test_launches_come_in_their_order():
 @pytest.mark.parametrize("tokens", [64, 4096])
 def test_epilogues(tokens):
     assert of_w13_and_w2("epilogue", H200, tokens=tokens) == ("gated", "plain")
+    for format, epilogue in (("native", "plain"), ("w8a8", "general")):
+        alone = launches(H200, format, about=["gemm"], tokens=tokens)["w"]
+        assert alone["kernel"].endswith("_sm90") and alone["epilogue"] == epilogue
 
 
 @pytest.mark.parametrize("device", [A100, H200])

@@ -25,6 +25,8 @@ from quantized_cases import build as build_quantized
 from streams import Captured, no_waits
 
 from moelora.operators.call import factor_list
+from moelora.reference import fused_moe_lora_gemm_backward_ref
+from moelora.reference.fp8 import numbers_of
 
 every_weight = pytest.mark.parametrize("mul", [False, True], ids=["plain", "weighted"])
 SPEC = Spec(tokens=40, ranks=(8, 16, 3), dtype=torch.bfloat16)
@@ -100,7 +102,7 @@ def test_delta_of_a_base_product(device, operator):
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g64_zp", "fp8_block_w8a8"])
 def test_quantized_weights(device, name):
-    """Gradients are those of the dequantized weights."""
+    """Gradients are those of the dequantized weights, also where x is quantized."""
     spec = Spec(tokens=40, hidden=160, inter=96, dtype=torch.bfloat16)
     p = build_quantized(spec, ALL_FORMATS[name], spec.dtype).to(device)
     arguments, down = p.gemm_kwargs("w2", True), PROJECTIONS[1]
@@ -108,6 +110,9 @@ def test_quantized_weights(device, name):
     grad_out = grad_like((*arguments["topk_ids"].shape, spec.hidden), spec.dtype, device)
     found = down.by_autograd(arguments, grad_out)
     assert_samples([down.samples(found, plain, grad_out)], spec.dtype)
+    exact = arguments | {"w": numbers_of(arguments["w"])}
+    of_x = [fused_moe_lora_gemm_backward_ref(grad_out, **w)["x"] for w in (arguments, exact)]
+    assert same_bits(*of_x)
 
 
 # ---- attacks on the boundary of autograd ----
