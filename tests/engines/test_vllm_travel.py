@@ -119,12 +119,6 @@ def lost_lines(lines):
     return [line for line in lines if "adapters that were in no slot here" in line]
 
 
-def manager_with(travel, *names):
-    """A worker's, and the ids in its slots."""
-    rank = Serving(travel, names)
-    return rank.outer, rank.inner, rank.requests, rank.slots
-
-
 class Serving:
     """A rank with the adapters of these names, as far as its LoRA manager and model runner go."""
 
@@ -171,13 +165,14 @@ def ids(travel, requests, *names):
 
 
 def test_a_table_follows_the_slots(travel):
-    outer, inner, requests, slots = manager_with(travel, "law", "code")
+    rank = Serving(travel, ["law", "code"])
+    inner, requests, slots = rank.inner, rank.requests, rank.slots
     wanted = [*ids(travel, requests, "law", "code"), travel.NONE]
     assert slots.here == slots.ids.tolist() == wanted
     inner.remove_all_adapters()  # as with new base weights: factors stay in the slots
     assert slots.ids.tolist() == wanted
     for name in ("code", "law"):
-        outer.add_adapter(requests[name])
+        rank.outer.add_adapter(requests[name])
     assert slots.here == slots.ids.tolist() == wanted, "each is back in its slot"
     assert inner.lora_index_to_id == [requests[n].lora_int_id for n in ("law", "code")] + [None]
 
@@ -185,7 +180,8 @@ def test_a_table_follows_the_slots(travel):
 @pytest.mark.parametrize("held", [-1, -2], ids=["none", "a dummy"])
 def test_another_adapter_takes_a_slot_without_one(travel, lines, held):
     """As it is loaded, the log says that its tokens came before."""
-    outer, inner, requests, slots = manager_with(travel, "law", "code", "art")
+    rank = Serving(travel, ["law", "code", "art"])
+    inner, requests, slots = rank.inner, rank.requests, rank.slots
     law, code, art = ids(travel, requests, "law", "code", "art")
     slots.fill(0, code)  # moved: the slot that it had has none
     assert slots.here == slots.ids.tolist() == [code, travel.NONE, art]
@@ -193,7 +189,7 @@ def test_another_adapter_takes_a_slot_without_one(travel, lines, held):
     inner.remove_all_adapters()
     slots.to_slots(torch.tensor([law]))
     assert not lost_lines(lines)
-    outer.add_adapter(requests["law"])
+    rank.outer.add_adapter(requests["law"])
     assert slots.here == [code, law, art] and len(lost_lines(lines)) == 1
 
 

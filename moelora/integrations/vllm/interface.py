@@ -169,9 +169,7 @@ SHARED = interface("""
 TRAVEL = interface(f"""
     {_MOE}.prepare_finalize.naive_dp_ep
         replaced MoEPrepareAndFinalizeNaiveDPEPModular.prepare self a1 topk_weights topk_ids \
-            num_experts expert_map \
-            apply_router_weight_on_input \
-            quant_config defer_input_quant
+            num_experts expert_map apply_router_weight_on_input quant_config defer_input_quant
     vllm.lora.model_manager
         replaced LoRAModelManager.activate_adapter self lora_id
     vllm.lora.worker_manager
