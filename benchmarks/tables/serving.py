@@ -135,7 +135,7 @@ def serving_all():
 
 
 def serving_adapters():
-    """Loads whose requests choose among adapters at random, of every file."""
+    """Loads of every file in which requests of some load choose among adapters at random."""
     found = []
     for topic in topics("serving"):
         if not any("zipf" in row for row in read(path_of(topic))[1]):
@@ -143,7 +143,7 @@ def serving_adapters():
         meta, rows = load(topic)
         versions = [meta.get(name.split()[0]) for name in rows.engine]
         rows = rows.assign(version=versions, gpu=gpu(meta), experts=experts(meta))
-        found.append(rows.dropna(subset="zipf"))
+        found.append(rows[rows.adapters > 0])
     if not found:
         raise NotMeasuredError("requests that choose among adapters")
     return made_of(pd.concat(found), cases.SERVING_ADAPTERS, cases.SERVER)
