@@ -158,7 +158,7 @@ def cuda_arch_flags(source):
 # quantized weights, also of producers, which leave registers to consumers.
 SPILL_LIMIT = 16
 SPILL_LIMITS = {
-    r"(gemm|saving)_\w+_w8a8_\d+": 640,
+    r"(gemm|saving)_\w+_w8a8_\d+": 704,
     r"sm90/(gemm|saving)_\w+_fp8_\d+": 984,
     r"(gemm|saving)_\w+4_\d+": 400,  # four-bit formats
     r"blocks|windows": 128,

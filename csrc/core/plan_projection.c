@@ -52,7 +52,7 @@ static int64_t num_counters_of(const moelora_projection_load *load, const moelor
   const size_t blocks =
       (size_t)moelora_max_blocks(load->routes, v->block_m, moelora_cluster_blocks(v));
   const size_t columns = (size_t)moelora_divide_up(load->w->n, v->block_n);
-  return (int64_t)moelora_times(blocks + MOELORA_MAX_HALF_TILES + 1, columns);
+  return (int64_t)moelora_times(blocks + 1, columns);
 }
 
 /* Maximum number of column tiles of a block in a run. With longer runs, kernels look up rows less

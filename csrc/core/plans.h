@@ -95,9 +95,6 @@ static MOELORA_CONSTEXPR bool moelora_stores_e4m3(moelora_kernel_format format, 
   return moelora_is_e4m3_kernel(format) && block_n == 256;
 }
 
-/* Maximum number of tiles that TileScheduler splits into halves. */
-#define MOELORA_MAX_HALF_TILES 128
-
 /* Whether tokens are operand A of wgmma, in m64 tiles; otherwise operand B, in n8 tiles. */
 static MOELORA_CONSTEXPR bool moelora_is_token_major(moelora_kernel_format format,
                                                      int32_t block_m) {

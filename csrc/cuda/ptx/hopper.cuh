@@ -29,6 +29,12 @@ __device__ __forceinline__ void barrier_arrive_expect_tx(uint32_t barrier, uint3
                : "memory");
 }
 
+/* Expects more bytes in the current phase, without an arrival. */
+__device__ __forceinline__ void barrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 /* Arrives when all prior cp.async of this thread complete. */
 __device__ __forceinline__ void barrier_arrive_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -185,16 +191,17 @@ __device__ __forceinline__ void store_cluster_4(uint32_t at, uint32_t rank, uint
                : "memory");
 }
 
-/* Arrives on the barrier at the offset of `barrier` in CTA `rank`. The default, a release at CTA
- * scope, orders prior reads of a stage by this thread; cluster scope would fence global memory. */
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-  asm volatile("{\n"
-               ".reg .b32 there;\n"
-               "mapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-               "}" ::"r"(barrier),
-               "r"(rank)
-               : "memory");
+/* Returns the address of `at` in CTA `rank` of the cluster. */
+__device__ __forceinline__ uint32_t cluster_address(uint32_t at, uint32_t rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
+
+/* Arrives on the barrier at an address of the cluster. The default, a release at CTA scope, orders
+ * prior reads of a stage by this thread; cluster scope would fence global memory. */
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t there) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
 /* Returns whether `value` is true in any of the THREADS threads at named barrier `id`. */

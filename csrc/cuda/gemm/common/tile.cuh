@@ -61,7 +61,6 @@ struct Extent {
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
   static constexpr bool TRANSPOSED = false; // backward: outputs are columns of w, K its rows
   static constexpr bool SAVES = false;      // the kernel also stores values before the activation
-  static constexpr bool HALF_TILES = false; // whether some tiles have half as many rows
 };
 
 /* Arguments of the kernel: those of a backward also describe the gradient of the activation. */
@@ -69,10 +68,9 @@ struct moelora_back_launch;
 template <class E>
 using LaunchOf = std::conditional_t<E::TRANSPOSED, moelora_back_launch, moelora_gemm_launch>;
 
-/* Tile of a block and a column. `half` is 0 in a whole tile. A half tile (`half` 1 or 2) has the
- * first or second half of the column's m64 tiles, which it numbers from 0. */
+/* Tile of a block and a column. */
 struct Tile {
-  int32_t block, column, expert, half;
+  int32_t block, column, expert;
 };
 
 /* Returns the output of row 0 of an m64 tile; consecutive rows compute consecutive outputs. */
@@ -81,7 +79,7 @@ __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const 
                                             int m64) {
   if (g.weights.gated)
     return tile.column * (E::ROWS / 2) + m64 / 2 * 64;
-  return tile.column * E::ROWS + (E::HALF_TILES && tile.half == 2 ? E::ROWS / 2 : 0) + m64 * 64;
+  return tile.column * E::ROWS + m64 * 64;
 }
 
 /* Returns the row of w and bias that computes an output of an m64 tile. */
@@ -213,5 +211,5 @@ __device__ __forceinline__ Tile tile_of_expert(const moelora_gemm_launch &g, int
   const int share = (count + groups - 1) / groups; // blocks of each group but the last
   const int skipped = before / share * share, first = block - before + skipped;
   const int height = min(share, count - skipped), rest = index - first * columns;
-  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block], 0};
+  return {first + rest % height, rest / height, g.schedule.blocks.expert_ids[block]};
 }

@@ -40,7 +40,7 @@ constexpr int kDepthM64Bytes =
 
 /* Returns the index of an m64 tile within a slab. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
-  return g.weights.gated ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
+  return g.weights.gated && S::SWAP_AB ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
 
 /* Layout of the rows of B in sW. */
@@ -49,6 +49,8 @@ template <class S> struct SlabLayout {
 
   /* m64() returns the offset of an m64 tile, given its slab_m64; slab(), that of slab j. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
+  /* Offset of the second half of the rows, which are up rows in a gated projection. */
+  __device__ __forceinline__ uint32_t half() const { return m64(S::TILES) / 2; }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
   }
@@ -147,7 +149,7 @@ load_factors(const FactorMaps *maps, const moelora_gemm_launch &g, const Tile &t
 #pragma unroll 1
     for (int half = 0; half < boxes; half++) {
       const int slice = gate_up ? half : slab.slice;
-      tma_load_5d(smem.sW(pipeline.stage) + layout.slab(j) + layout.m64(half * (S::TILES / 2)),
+      tma_load_5d(smem.sW(pipeline.stage) + layout.slab(j) + half * layout.half(),
                   header.width > 1 ? &maps->wide[slice] : &maps->slice[slice], slab.rank,
                   output - (gate_up ? 0 : slab.slice * rows), halves == 2 ? half : 0,
                   maps->dims.expert(slice, tile.expert),
@@ -165,18 +167,18 @@ copy_factors(const moelora_gemm_launch &g, const Tile &tile, const SegmentList<S
   for (int j = 0; j < slabs; j++) {
     const Slab slab = cursor.next(list);
 #pragma unroll 1
-    for (int i = thread; i < S::TILES * 128; i += THREADS) {
-      const int m64 = i / 128, r = i / 2 % 64, chunk = i & 1;
-      const int slice = has_gate_up_slices(g) ? m64 & 1 : slab.slice;
-      const int output = first_output<S>(g, tile, m64) + r;
-      const int64_t n = weight_row(g, m64, output) - slice * g.adapters.lora.slice_n;
+    for (int i = thread; i < S::ROWS * 2; i += THREADS) {
+      const int row = i / 2, chunk = i & 1, up = g.weights.gated && row >= S::ROWS / 2;
+      const int slice = has_gate_up_slices(g) ? up : slab.slice;
+      const int output = first_output<S>(g, tile, 0) + row - up * (S::ROWS / 2);
+      const int64_t n = weight_row(g, up, output) - slice * g.adapters.lora.slice_n;
       const int column = slab.rank + chunk * 8;
       const int ranks = max(0, min(8, slab.packed % kRanks - column));
       const bool exists = output < g.weights.n_out && n >= 0 && n < g.adapters.lora.slice_n;
       const moelora_factor &b = g.adapters.lora.b[slice];
       const T *gB = factor_row<T>(b, slab.packed / kRanks, tile.expert, n) + column;
-      copy_elements(smem.sW(stage) + (j * S::TILES + slab_m64<S>(g, m64)) * kSlabBytes + r * 32 +
-                        ((chunk ^ (r >> 2 & 1)) << 4),
+      copy_elements(smem.sW(stage) + j * S::TILES * kSlabBytes + row * 32 +
+                        ((chunk ^ (row >> 2 & 1)) << 4),
                     gB, exists ? ranks : 0);
     }
   }
@@ -275,19 +277,18 @@ template <class S, class T> struct AdapterStage {
   SlabsHeader header;
   SlabLayout<S> layout;
   uint32_t sB; // rows of B of the consumer's first m64 tile
-  int next;    // byte offset from the first m64 tile to the second; 0 in a half tile
+  int next;    // byte offset from the first m64 tile to the second
   bool nonfinite;
 
   /* Waits for the stage. If `clears`, zeros the non-finite elements of B (see fixup.cuh). */
   static __device__ __forceinline__ AdapterStage wait(const moelora_gemm_launch &g,
-                                                      const WarpContext<S> &warp, bool half,
-                                                      bool clears) {
+                                                      const WarpContext<S> &warp, bool clears) {
     warp.pipeline.wait_full();
     const int stage = warp.pipeline.stage;
     const SlabsHeader header = SlabsHeader::read(warp.smem.header(stage));
     const SlabLayout<S> layout = {header.width};
-    const int first = layout.m64(slab_m64<S>(g, first_m64(half, warp.consumer)));
-    const int next = half ? 0 : layout.m64(slab_m64<S>(g, 2 * warp.consumer + 1)) - first;
+    const int m64 = 2 * warp.consumer, first = layout.m64(slab_m64<S>(g, m64));
+    const int next = layout.m64(slab_m64<S>(g, m64 + 1)) - first;
     const uint32_t sB = warp.smem.sW(stage) + first;
     const bool nonfinite = clears && NonFinite<S, T>::clear(sB, next, warp.consumer, header);
     return {header, layout, sB, next, nonfinite};
@@ -338,7 +339,7 @@ template <class S, class T> struct WeightMajorAdapters {
     if (S::RESIDENT > 1)
       wgmma_wait<0>(), warp.pipeline.release(previous);
 
-    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, false, clears);
+    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, clears);
 
     // Up to 32 tokens: use mma.sync.
     if constexpr (S::TOKENS <= 32) {

@@ -56,10 +56,10 @@ __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
 }
 
 /* Producer of the weights of a k step and their scales. Each CTA of a cluster loads a share of the
- * m64 tiles and multicasts it, unless the CTAs process different columns of the same block. */
+ * m64 tiles and multicasts it. */
 template <class S> struct Fp8Loads : WeightTiles<S> {
-  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
-    return weight_tile_bytes<S>(g, tile);
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
+    return weight_tile_bytes<S>(g);
   }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int, const SharedMemory<S> &smem,
@@ -67,16 +67,14 @@ template <class S> struct Fp8Loads : WeightTiles<S> {
     const int first = this->first(), stage = pipeline.stage;
     const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
 #pragma unroll
-    for (int i = 0; i < WeightTiles<S>::MAX_SHARE; i++) {
-      if (i >= this->count)
-        break;
+    for (int i = 0; i < WeightTiles<S>::SHARE; i++) {
       const char *gW = this->gW[i];
       const uint32_t sW = smem.sW(stage) + (first + i) * kM64Bytes;
       const uint32_t sScale = sWScale<S>(smem, stage, first + i);
-      if (this->are_all) {
+      if constexpr (S::CLUSTER == 1) {
         bulk_load(sW, gW, kM64Bytes, pipeline.full(), policy);
         bulk_load(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
-      } else if constexpr (S::CLUSTER > 1) {
+      } else {
         bulk_load_multicast(sW, gW, kM64Bytes, pipeline.full(), policy);
         bulk_load_multicast(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
       }
@@ -110,7 +108,7 @@ template <class S> struct TokenScales {
         next[i] = kNoRow;
   }
   /* Switches `copy` to the rows that `find` looked up. */
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g) {
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Tile &, int) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       row[i] = next[i];

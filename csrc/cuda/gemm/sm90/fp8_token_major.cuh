@@ -1,23 +1,22 @@
 /* Grouped GEMM for Hopper with FP8 weights and FP8 tokens, tokens as operand A, for tiles of 128
  * tokens: bulk copies, wgmma of e4m3, promotion to float32.
  *
- *   TMA warp        W(0) W(1) W(2)  ...       weights of step i and their scales, multicast
- *   gather warps    X(0) X(1) X(2)  ...       token scales of step i, and token rows unless TMA
- *                                             loads them (x ordered by position)
+ *   TMA warp        W(0) W(1) W(2)  ...       weights of step i, multicast
+ *   gather warps    X(0) X(1) X(2)  ...       token rows of step i, gathered or (x ordered by
+ *                                             position) by TMA, and the scales of both
  *   consumer 0      wgmma 0a | promote 0a | wgmma 0b | promote 0b | wgmma 1a | ...   64 tokens
  *   consumer 1           | wgmma 0a | promote 0a | wgmma 0b | ...                    64 tokens
- *                   a, b: the two pairs of m64 tiles, N = 128 weight rows each
+ *                   a, b: the halves of the tile's weight rows, N = 128 each
  *
  * With tokens as operand A, a thread needs the scales of two tokens; with weights as operand A it
  * needs those of 32. Token-major wgmmas also read less shared memory, whose bandwidth bounds tiles
  * of 128 tokens by 256 rows.
  *
- * Accumulators rAcc[2][64]: rAcc[h][4i + q] is
+ * In a gated projection the first half of the weight rows are gate rows, the second half the up
+ * rows of the same outputs. Accumulators rAcc[2][64]: rAcc[h][4i + q] is
  *
  *   token  64 * consumer + 16 * warp + lane/4 + 8 (q / 2)
- *   row    8i + 2 (lane % 4) + q % 2 of the concatenated m64 tiles 2h and 2h + 1
- *
- * In a gated projection rAcc[h][j] is gate and rAcc[h][j + 32] is up.
+ *   row    128h + 8i + 2 (lane % 4) + q % 2
  *
  * A consumer without tokens advances with the pipeline and skips the wgmmas. */
 #pragma once
@@ -40,33 +39,118 @@ struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOEL
                             RegisterBudget<56, CONSUMERS> {
   static_assert(TOKENS == 64 * CONSUMERS && CONSUMERS == 2, "64 tokens a consumer");
   static constexpr bool SWAP_AB = false, UNPAIRED_BLOCKS = CLUSTER > 1;
+  static constexpr int BOX = TOKENS; // rows of x in one copy
 
   using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
   template <class S> using Storage = Fp8TokenMajorStorage<S>;
   template <class S, class T> using Mainloop = Fp8TokenMajorMainloop<S, T>;
 };
 
-/* Shape with half tiles at the end of the schedule, for projections that are not gated. Each warp
- * stores its own outputs, so that consumers do not wait for each other, nor for buffers. */
-template <class S> struct WithHalfTiles : WithRuns<S> {
-  static_assert(!S::SWAP_AB, "m64 tiles are multiplied pair by pair");
-  static constexpr bool HALF_TILES = true, ALIASES = false;
+/* Shape of projections that are not gated. Each warp stores its own outputs, so that consumers do
+ * not wait for each other, nor for buffers. */
+template <class S> struct WithRowStores : WithRuns<S> {
+  static_assert(!S::SWAP_AB, "a warp has whole rows");
+  static constexpr bool ALIASES = false;
 };
 
-/* Producer of token rows, by cp.async. Each thread has looked up the rows whose scales it copies;
- * the threads exchange these rows through a list in shared memory. */
+/* Returns the address of the stored tile of row `row` of half `half` of a tile, at k = 0. */
+template <class S>
+__device__ __forceinline__ const char *tile_of_row(const moelora_gemm_launch &g, const Tile &tile,
+                                                   int half, int row) {
+  const bool gated = g.weights.gated;
+  return quantized_tile(g, tile.expert, gated ? half : 0,
+                        first_output<S>(g, tile, 0) + (gated ? 0 : half * (S::ROWS / 2)) + row);
+}
+
+/* Producer of the weights of a k step. Each CTA of a cluster loads half of the rows and multicasts
+ * them, unless the CTAs process different columns of the same block. One lane issues all copies and
+ * takes about as long as the products, so it leaves scales to the gather warps. */
+template <class S> struct Fp8Halves {
+  static constexpr int EACH = S::TILES / 2; // m64 tiles of a half
+  const char *gW[S::TILES]; // stored tiles at the next k step; of this CTA's half, or of both
+  uint32_t to;              // offset of this CTA's half in sW
+  bool are_all;             // loads both halves: no multicast from the other CTA
+
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &, const Tile &) {
+    return S::TILES * kM64Bytes;
+  }
+  /* Starts at the first k step of a tile. */
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
+    are_all = S::CLUSTER == 1 || tile.is_shared();
+    to = opaque(are_all ? 0 : cluster_rank() * (EACH * kM64Bytes));
+#pragma unroll
+    for (int i = 0; i < S::TILES; i++)
+      gW[i] = tile_of_row<S>(g, tile, are_all ? i / EACH : (int)cluster_rank(), i % EACH * 64);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const uint32_t sW = smem.sW(pipeline.stage) + to, barrier = pipeline.full();
+#pragma unroll
+    for (int i = 0; i < S::TILES; i++) {
+      if (i >= EACH && !are_all)
+        break;
+      if (S::CLUSTER > 1 && !are_all)
+        bulk_load_multicast(sW + i * kM64Bytes, gW[i], kM64Bytes, barrier, policy);
+      else
+        bulk_load(sW + i * kM64Bytes, gW[i], kM64Bytes, barrier, policy);
+      gW[i] += g.weights.w.stride_kt;
+    }
+  }
+};
+
+/* Producer of scales, in the gather warps: of tokens, and of weights. */
+template <class S> struct TokenMajorScales : TokenScales<S> {
+  using Tokens = TokenScales<S>;
+  const char *gWScale; // what this thread copies in the next k step
+  int to;              // its offset; -1: nothing
+
+  __device__ __forceinline__ explicit TokenMajorScales(int thread) : Tokens(thread), to(-1) {}
+
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Tile &tile,
+                                        int thread) {
+    Tokens::begin(g, tile, thread);
+    const bool by_row = moelora_has_row_scales(g.weights.w.format);
+    const int row = thread * (by_row ? 4 : 64);
+    to = row < S::ROWS ? row * 4 : -1;
+    const int at = to < 0 ? 0 : row, half = at / (S::ROWS / 2);
+    gWScale =
+        tile_of_row<S>(g, tile, half, at % (S::ROWS / 2)) + kM64Bytes + (by_row ? at % 64 * 4 : 0);
+  }
+  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
+                                       int stage) {
+    Tokens::copy(g, smem, stage);
+    if (to >= 0) {
+      const uint32_t at = sWScale<S>(smem, stage, 0) + to;
+      if (moelora_has_row_scales(g.weights.w.format))
+        copy_async_16(at, gWScale, 16);
+      else
+        copy_async_4(at, gWScale, true);
+      gWScale += g.weights.w.stride_kt;
+    }
+  }
+};
+
+/* Producer of token rows: by TMA, or gathered by cp.async. Each thread has looked up the rows whose
+ * scales it copies; the threads exchange these rows through a list in shared memory. */
 template <class S> struct ListedTokenRows {
   using Rows = GatherShare<S::TOKENS, 4, kGatherers, S::Format::X_ELEMENTS / 8>;
   static constexpr int LIST_BYTES = sizeof(Fp8TokenMajorStorage<S>::rows);
   static_assert(Rows::STEP == kListedAtOnce, "a list of all that is read");
+  static constexpr bool LOADS_BOXES = true;
   Rows rows;
+  TokenBoxes<S> boxes;
+  int first, step; // position of the block's first row; the next k step
 
-  __device__ __forceinline__ explicit ListedTokenRows(int thread) : rows(thread) {}
+  __device__ __forceinline__ explicit ListedTokenRows(int thread) : rows(thread), boxes(0) {}
 
   __device__ __forceinline__ void find(const moelora_gemm_launch &, const Tile &, int, int) {}
 
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const TokenScales<S> &scales,
-                                        int thread, const SharedMemory<S> &smem) {
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Tile &tile, int count,
+                                        const TokenScales<S> &scales, int thread,
+                                        const SharedMemory<S> &smem) {
+    // One thread loads boxes.
+    boxes = TokenBoxes<S>(thread == 0 ? count : 0), first = tile.block * S::TOKENS, step = 0;
     if (g.tokens.divisor.value) {
       const uint32_t sRows = smem.base + (uint32_t)offsetof(Fp8TokenMajorStorage<S>, rows);
       list(g.tokens, scales, sRows, thread);
@@ -76,10 +160,15 @@ template <class S> struct ListedTokenRows {
       rows.begin(g.tokens, thread);
     }
   }
-  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
-                                       int stage) {
-    if (g.tokens.divisor.value)
-      rows.copy(smem.sX(stage));
+  __device__ __forceinline__ void copy(const RowMaps *x_maps, const moelora_gemm_launch &g,
+                                       const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline) {
+    if (g.tokens.divisor.value) {
+      rows.copy(smem.sX(pipeline.stage));
+    } else if (boxes.boxes + boxes.rest > 0) {
+      barrier_expect_tx(pipeline.full(), boxes.rows() * kRowBytes);
+      boxes.load(x_maps, step++, first, smem, pipeline);
+    }
   }
 
 private:
@@ -113,20 +202,24 @@ struct ThreadPlace {
 template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue;
 
 template <class S, class T> struct Fp8TokenMajorMainloop {
-  using WeightLoads = Fp8Loads<S>;
+  using WeightLoads = Fp8Halves<S>;
   using Rows = ListedTokenRows<S>;
-  using Scales = TokenScales<S>;
+  using Scales = TokenMajorScales<S>;
   using Adapters = Fp8TokenMajorMainloop;
   template <EpilogueMode MODE> using Epilogue = Fp8TokenMajorEpilogue<S, T, MODE>;
   static constexpr bool RELEASES_ALIASED_STAGE = false;
+  static constexpr int N = S::ROWS / 2;
+  using Accumulators = float[2][N / 2];
 
-  template <int N>
-  static __device__ __forceinline__ int
-  main_loop(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp,
-            const TileHeader &header, int) {
-    return !is_active(warp, header)  ? skip_k_steps(g, warp.pipeline)
-           : is_half<S>(header.tile) ? multiply_k_steps<S::HALF_TILES>(rAcc, g, warp)
-                                     : multiply_k_steps<false>(rAcc, g, warp);
+  template <int>
+  static __device__ __forceinline__ int main_loop(Accumulators &rAcc, const moelora_gemm_launch &g,
+                                                  WarpContext<S> &warp, const TileHeader &header,
+                                                  int k_steps) {
+    if (!is_active(warp, header))
+      return skip_k_steps(warp.pipeline, k_steps);
+    return moelora_has_row_scales(g.weights.w.format)
+               ? multiply_k_steps<true>(rAcc, g, warp, k_steps)
+               : multiply_k_steps<false>(rAcc, g, warp, k_steps);
   }
 
   /* Returns whether this consumer has tokens to multiply. */
@@ -135,80 +228,114 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return warp.consumer * 64 < header.multiplied;
   }
 
-  /* Runs the K loop of a half or whole tile. */
-  template <bool HALF, bool BY_ROW>
-  static __device__ __forceinline__ int
-  multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
-    constexpr int PAIRS = HALF ? 1 : 2; // pairs of m64 tiles
-    GemmPipeline<S> &pipeline = warp.pipeline;
-    const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
-    const ThreadPlace thread(warp.consumer);
-    const uint32_t token_scale = quad_position(thread.token) * 4;
-    int previous = 0;
-    float rPartial[64], tokens[2];
-    bool full = false; // whether the next stage is known to be full
-#pragma unroll 1
-    for (int step = 0; step < k_steps; step++) {
-      // Wait for the stage.
-      const uint32_t stage = uniform_stage(warp.smem, pipeline);
-      if (!full)
-        pipeline.wait_full();
-      if (g.tokens.divisor.value)
-        fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
-      const uint64_t a = wgmma_descriptor(stage + (uint32_t)offsetof(typename S::Stage, sX) +
-                                          warp.consumer * kM64Bytes);
-      const uint32_t token_scales = sXScale<S>(warp.smem, pipeline.stage) + token_scale;
-      const uint32_t weight_scales = sWScale<S>(warp.smem, pipeline.stage, 0);
-      previous = pipeline.stage;
-      pipeline.advance();
-      const auto release = [&] {
-        __syncwarp(); // all lanes have read the scales
-        if (step + 1 < k_steps)
-          pipeline.release(previous);
-      };
+  /* Operands in the first stage. */
+  struct Operands {
+    uint64_t a, b;
+    uint32_t token_scales, weight_scales;
+    uint32_t empty; // the barrier that this lane arrives on, of the CTA with its number
 
-#pragma unroll
-      for (int h = 0; h < PAIRS; h++) {
-        // Issue the wgmmas of a pair of m64 tiles.
-        wgmma_e4m3<128>(rPartial, a, wgmma_descriptor(stage + 2 * h * kM64Bytes));
-
-        // While they run, load the scales and test whether the next stage is full.
-        const uint32_t scales = weight_scales + 2 * h * kM64ScaleBytes;
-        if (h == 0)
-#pragma unroll
-          for (int i = 0; i < 2; i++)
-            tokens[i] = __uint_as_float(load_shared_4(token_scales + i * 8));
-        const float weights[2] = {__uint_as_float(load_shared_4(scales)),
-                                  __uint_as_float(load_shared_4(scales + kM64ScaleBytes))};
-        if (h == PAIRS - 1)
-          full = pipeline.is_full();
-
-        // Promote. With BY_ROW, promotion reads scales from the stage, so release it afterwards.
-        wgmma_wait<0>();
-        fence_accumulators<64>(rPartial);
-        if (h == PAIRS - 1 && !BY_ROW)
-          release();
-        promote<BY_ROW>(rAcc[h], rPartial, tokens, weights, scales + thread.row * 4);
-      }
-      if (BY_ROW)
-        release();
+    __device__ __forceinline__ explicit Operands(const WarpContext<S> &warp) {
+      const ThreadPlace thread(warp.consumer);
+      a = wgmma_descriptor(uniform(warp.smem.sX(0) + warp.consumer * kM64Bytes));
+      b = wgmma_descriptor(warp.smem.sW(0));
+      token_scales = sXScale<S>(warp.smem, 0) + quad_position(thread.token) * 4;
+      weight_scales = sWScale<S>(warp.smem, 0, 0);
+      empty = cluster_address(warp.smem.base + GemmPipeline<S>::EMPTY, threadIdx.x & 1);
     }
-    fence_accumulators<64>(rAcc[0]);
-    fence_accumulators<64>(rAcc[1]);
+  };
+
+  /* Runs the K loop. Whole rounds of the pipeline are unrolled: addresses of a stage are then
+   * constants, and little is left between two chains of wgmmas but promotion. With BY_ROW, unrolled
+   * code would spill. */
+  template <bool BY_ROW>
+  static __device__ __forceinline__ int multiply_k_steps(Accumulators &rAcc,
+                                                         const moelora_gemm_launch &g,
+                                                         WarpContext<S> &warp, int k_steps) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
+    const Operands operands(warp);
+    bool full = false; // whether the current stage is known to be full
+    int previous = 0;
+#pragma unroll 1
+    while (k_steps > 0) {
+      if (!BY_ROW && pipeline.stage == 0 && k_steps >= S::STAGES) {
+#pragma unroll
+        for (int stage = 0; stage < S::STAGES; stage++)
+          multiply_k_step<BY_ROW>(rAcc, g, warp, operands, stage,
+                                  stage + 1 == S::STAGES && k_steps == S::STAGES, full);
+        previous = S::STAGES - 1, k_steps -= S::STAGES;
+      } else {
+        previous = (int)uniform(pipeline.stage), k_steps--;
+        multiply_k_step<BY_ROW>(rAcc, g, warp, operands, previous, k_steps == 0, full);
+      }
+    }
+    fence_accumulators<N / 2>(rAcc[0]);
+    fence_accumulators<N / 2>(rAcc[1]);
     return previous;
   }
-  template <bool HALF>
-  static __device__ __forceinline__ int
-  multiply_k_steps(float (&rAcc)[2][64], const moelora_gemm_launch &g, WarpContext<S> &warp) {
-    return moelora_has_row_scales(g.weights.w.format)
-               ? multiply_k_steps<HALF, true>(rAcc, g, warp)
-               : multiply_k_steps<HALF, false>(rAcc, g, warp);
+
+  /* Multiplies `stage`, the current one of the pipeline. */
+  template <bool BY_ROW>
+  static __device__ __forceinline__ void
+  multiply_k_step(Accumulators &rAcc, const moelora_gemm_launch &g, WarpContext<S> &warp,
+                  const Operands &operands, int stage, bool last, bool &full) {
+    GemmPipeline<S> &pipeline = warp.pipeline;
+    const bool gathered = g.tokens.divisor.value != 0;
+    float rPartial[N / 2], tokens[2];
+    if (!full) {
+      barrier_wait(pipeline.base + GemmPipeline<S>::FULL + 8 * stage, pipeline.phase);
+      if (gathered)
+        fence_async_proxy(); // make writes to sX by cp.async visible to wgmma
+    }
+    const int apart = stage * (SharedMemory<S>::STAGE_BYTES / 16);
+    const uint32_t scales = stage * (int)sizeof(ScalesOf<S>);
+    const bool wraps = stage + 1 == S::STAGES;
+    pipeline.stage = wraps ? 0 : stage + 1;
+    pipeline.phase ^= wraps;
+    const auto release = [&] {
+      __syncwarp(); // all lanes have read the scales
+      if (last)
+        return;
+      if (S::CLUSTER > 1 && kArrivals == 1) {
+        if ((threadIdx.x & 31) < S::CLUSTER)
+          barrier_arrive_cluster(operands.empty + 8 * stage);
+      } else
+        pipeline.release(stage);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      // Issue the wgmmas of half of the weight rows.
+      wgmma_e4m3<N>(rPartial, move_descriptor(operands.a, apart),
+                    move_descriptor(operands.b, apart + half * (N * kRowBytes / 16)));
+
+      // While they run, load the scales and test whether the next stage is full.
+      const uint32_t of_rows = operands.weight_scales + scales + half * (N * 4);
+      float weights[2];
+      if (half == 0)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          tokens[i] = __uint_as_float(load_shared_4(operands.token_scales + scales + i * 8));
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        weights[i] = BY_ROW ? 0.f : __uint_as_float(load_shared_4(of_rows + i * kM64ScaleBytes));
+      if (half == 1) {
+        full = __all_sync(0xffffffffu, barrier_test(pipeline.full(), pipeline.phase));
+        if (full && gathered)
+          fence_async_proxy();
+      }
+
+      // Promote. With BY_ROW, promotion reads scales from the stage, so release it afterwards.
+      wgmma_wait<0>();
+      if (half == 1 && !BY_ROW)
+        release();
+      fence_accumulators<N / 2>(rPartial);
+      promote<BY_ROW>(rAcc[half], rPartial, tokens, weights, of_rows + ThreadPlace(0).row * 4);
+    }
+    if (BY_ROW)
+      release();
   }
 
   /* Runs the K loop of a consumer without tokens. */
-  static __device__ __forceinline__ int skip_k_steps(const moelora_gemm_launch &g,
-                                                     GemmPipeline<S> &pipeline) {
-    const int k_steps = (g.tokens.k + S::Format::X_ELEMENTS - 1) / S::Format::X_ELEMENTS;
+  static __device__ __forceinline__ int skip_k_steps(GemmPipeline<S> &pipeline, int k_steps) {
     int previous = 0;
 #pragma unroll 1
     for (int step = 0; step < k_steps; step++) {
@@ -221,14 +348,14 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     return previous;
   }
 
-  /* Adds rPartial * token scales * weight scales of two m64 tiles to rAcc. There is one weight
-   * scale per tile, or with BY_ROW one per row, read from shared memory at `rows`. */
+  /* Adds rPartial * token scales * weight scales to rAcc. A stored tile has one scale, or with
+   * BY_ROW one per row, read from shared memory at `rows`. */
   template <bool BY_ROW>
-  static __device__ __forceinline__ void promote(float (&rAcc)[64], const float *rPartial,
+  static __device__ __forceinline__ void promote(float (&rAcc)[N / 2], const float *rPartial,
                                                  const float (&tokens)[2],
                                                  const float (&weights)[2], uint32_t rows) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < N / 8; i++) {
       float2 weight = {weights[i / 8], weights[i / 8]};
       if (BY_ROW) {
         const uint2 bits = load_shared_8(rows + i * 32);
@@ -243,29 +370,25 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
 
   /* Accumulates the current adapter stage and releases stage `previous`. Returns whether elements
    * of B were cleared. */
-  template <int N>
+  template <int>
   static __device__ __forceinline__ bool
-  add_stage(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
+  add_stage(Accumulators &rAcc, const moelora_gemm_launch &g, const WarpContext<S> &warp,
             const TileHeader &header, int previous, bool clears) {
-    const bool active = is_active(warp, header), half = is_half<S>(header.tile);
-    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, half, clears);
+    const AdapterStage<S, T> stage = AdapterStage<S, T>::wait(g, warp, clears);
     bool nonfinite = stage.nonfinite;
     if (clears) // each consumer multiplies the rows that both have cleared
       nonfinite = warpgroup_any<128 * S::CONSUMERS>(kAllConsumersBarrier, nonfinite);
     fence_async_proxy(); // make writes by cp.async and by `clear` visible to wgmma
     wgmma_wait<0>(), warp.pipeline.release(previous);
-    if (active && half)
-      add_slabs<S::HALF_TILES>(rAcc, g, warp, stage.header);
-    else if (active)
-      add_slabs<false>(rAcc, g, warp, stage.header);
+    if (is_active(warp, header))
+      add_slabs(rAcc, g, warp, stage.header);
     return nonfinite;
   }
 
   /* Multiplies the slabs of a stage, two at a time. */
-  template <bool HALF>
-  static __device__ __forceinline__ void
-  add_slabs(float (&rAcc)[2][64], const moelora_gemm_launch &g, const WarpContext<S> &warp,
-            const SlabsHeader &header) {
+  static __device__ __forceinline__ void add_slabs(Accumulators &rAcc, const moelora_gemm_launch &g,
+                                                   const WarpContext<S> &warp,
+                                                   const SlabsHeader &header) {
     const SlabLayout<S> layout = {header.width};
     const int step = has_gate_up_slices(g) ? 4 : 2;
     const int stage = warp.pipeline.stage;
@@ -274,44 +397,35 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
     int slabs = header.slabs;
 #pragma unroll 1
     for (; slabs > 1; slabs -= 2, a += 2 * step, b += layout.slab(2) / 16)
-      wgmma_slabs<2, HALF>(rAcc, g, layout, a, b);
+      wgmma_slabs<2>(rAcc, g, layout, a, b);
     if (slabs > 0)
-      wgmma_slabs<1, HALF>(rAcc, g, layout, a, b);
+      wgmma_slabs<1>(rAcc, g, layout, a, b);
   }
-  template <int COUNT, bool HALF>
+  template <int COUNT>
   static __device__ __forceinline__ void
-  wgmma_slabs(float (&rAcc)[2][64], const moelora_gemm_launch &g, const SlabLayout<S> &layout,
+  wgmma_slabs(Accumulators &rAcc, const moelora_gemm_launch &g, const SlabLayout<S> &layout,
               uint64_t a, uint64_t b) {
     const XaLayout xa(has_gate_up_slices(g));
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-      if constexpr (S::HALF_TILES) { // not gated: pairs of m64 tiles are contiguous
+    for (int j = 0; j < COUNT; j++)
 #pragma unroll
-        for (int h = 0; h < (HALF ? 1 : 2); h++)
-          Wgmma<128>::template mma<Element<T>::is_bf16>(
-              rAcc[h], a + xa.slab * j, b + (layout.slab(j) + layout.m64(2 * h)) / 16);
-      } else {
-#pragma unroll
-        for (int m64 = 0; m64 < S::TILES; m64++)
-          Wgmma<64>::template mma<Element<T>::is_bf16>(
-              rAcc[m64 / 2] + m64 % 2 * 32, a + xa.slab * j + m64 % 2 * xa.up,
-              b + (layout.slab(j) + layout.m64(slab_m64<S>(g, m64))) / 16);
-      }
-    }
+      for (int h = 0; h < 2; h++)
+        Wgmma<N>::template mma<Element<T>::is_bf16>(rAcc[h], a + xa.slab * j + h * xa.up,
+                                                    b + (layout.slab(j) + h * layout.half()) / 16);
     wgmma_commit();
     wgmma_wait<0>(); // the loop merges rAcc with that of promotion: no wgmma may be in flight
   }
 
   /* Returns whether each weight row has a finite accumulator for the tile's token 0 or 8. Only the
    * threads that hold these check. */
-  static __device__ __forceinline__ bool are_finite(const float (&rAcc)[2][64], int consumer) {
+  static __device__ __forceinline__ bool are_finite(const Accumulators &rAcc, int consumer) {
     if (ThreadPlace(consumer).token != 0)
       return true;
     float most[4] = {}; // four independent maxima
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
-      const float *two = &rAcc[i / 32][i / 2 % 16 * 4 + i % 2];
+    for (int i = 0; i < N / 2; i++) {
+      const float *two = &rAcc[i % 2][i / 4 * 4 + i / 2 % 2];
       most[i % 4] = max_nan(most[i % 4], fminf(fabsf(two[0]), fabsf(two[2])));
     }
     return max_nan(max_nan(most[0], most[1]), max_nan(most[2], most[3])) < __builtin_inff();
@@ -320,14 +434,14 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
 
 /* Adds the bias to a thread's accumulators of an m64 tile. */
 template <class T>
-__device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g, int expert,
-                                         int m64, int first) {
+__device__ __forceinline__ void add_bias(float *v, const moelora_gemm_launch &g, int expert, int up,
+                                         int first) {
   const T *gBias = (const T *)g.weights.w.bias + expert * g.weights.w.bias_stride_e;
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     const int output = first + i / 2 * 8 + 2 * (threadIdx.x & 3) + i % 2;
     if (output < g.weights.n_out) {
-      const float b = Element<T>::to_float(gBias[weight_row(g, m64, output)]);
+      const float b = Element<T>::to_float(gBias[weight_row(g, up, output)]);
       v[i / 2 * 4 + i % 2] += b, v[i / 2 * 4 + i % 2 + 2] += b;
     }
   }
@@ -358,10 +472,8 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
     const int from = warp.consumer * 64;
 #pragma unroll
     for (int i = 0; i < (GATED ? 2 : 4); i++) {
-      float *v = GATED ? rAcc[i] : rAcc[i / 2] + i % 2 * 32;
-      const int m64 = GATED ? 2 * i : i, first = first_output<S>(g, header.tile, m64);
-      if (is_half<S>(header.tile) && i == 2)
-        break;
+      float *v = GATED ? rAcc[0] + i * 32 : rAcc[i / 2] + i % 2 * 32, *up = rAcc[1] + i * 32;
+      const int first = first_output<S>(g, header.tile, 0) + i * 64;
       if (GATED && i == 1) // from here on buffers alias the last stage:
         warp.sync_all();   // wait until both consumers have read it
       if (from >= header.count)
@@ -369,18 +481,18 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
 
       // Apply bias and activation.
       if (g.weights.w.bias)
-        add_bias<T>(v, g, header.tile.expert, m64, first);
+        add_bias<T>(v, g, header.tile.expert, 0, first);
       if (GATED && g.weights.w.bias)
-        add_bias<T>(v + 32, g, header.tile.expert, m64 + 1, first);
+        add_bias<T>(up, g, header.tile.expert, 1, first);
       if (MODE == EpilogueMode::SILU) {
 #pragma unroll
         for (int j = 0; j < 32; j++)
-          v[j] = activation.template apply<MOELORA_FORM_SILU>(v[j], v[j + 32]);
+          v[j] = activation.template apply<MOELORA_FORM_SILU>(v[j], up[j]);
       } else if (GATED) {
         activation.with_form([&](auto form) __attribute__((always_inline)) {
 #pragma unroll
           for (int j = 0; j < 32; j++)
-            v[j] = activation.template apply<decltype(form)::value>(v[j], v[j + 32]);
+            v[j] = activation.template apply<decltype(form)::value>(v[j], up[j]);
         });
       } else if (!moelora_is_gated(g.epilogue.activation.kind)) {
 #pragma unroll

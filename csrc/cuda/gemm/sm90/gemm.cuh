@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     } else {
 #pragma unroll 1
       do {
-        produce_by_gather<Mainloop, S, T>(g, warp);
+        produce_by_gather<Mainloop, S, T>(&x_maps, g, warp);
       } while (has_another_pass(g, warp));
     }
   } else {

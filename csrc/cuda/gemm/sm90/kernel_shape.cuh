@@ -77,13 +77,4 @@ template <int PRODUCER, int CONSUMERS> struct RegisterBudget {
   static constexpr bool REALLOCATES = CONSUMER_REGISTERS > START;
 };
 
-template <class S> __device__ __forceinline__ bool is_half(const Tile &tile) {
-  return S::HALF_TILES && tile.half;
-}
-
-/* Returns a consumer's first m64 tile. A consumer has two m64 tiles, in a half tile one. */
-__device__ __forceinline__ int first_m64(bool half, int consumer) {
-  return half ? consumer : 2 * consumer;
-}
-
 #endif

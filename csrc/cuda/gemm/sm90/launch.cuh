@@ -13,7 +13,7 @@ template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT, b
 struct DequantizeShape;
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER> struct Fp8WeightMajorShape;
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER> struct Fp8TokenMajorShape;
-template <class S> struct WithHalfTiles; // fp8_token_major.cuh
+template <class S> struct WithRowStores; // fp8_token_major.cuh
 
 namespace {
 
@@ -159,28 +159,28 @@ struct LaunchSm90 {
     switch (plan->epilogue) {
     case MOELORA_EPILOGUE_GATED:
       if constexpr (!S::BY_ROW)
-        return launch<S, EpilogueMode::GATED>(g, plan, 1, maps, exec);
+        return launch<S, EpilogueMode::GATED>(g, plan, maps, exec);
       break;
     case MOELORA_EPILOGUE_PLAIN:
       if constexpr (S::SWAP_AB)
-        return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, 1, maps, exec);
+        return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, maps, exec);
       else
-        return launch<WithHalfTiles<S>, EpilogueMode::PLAIN>(g, plan, 2, maps, exec);
+        return launch<WithRowStores<S>, EpilogueMode::PLAIN>(g, plan, maps, exec);
     case MOELORA_EPILOGUE_GENERAL:
       if constexpr (S::GENERAL_EPILOGUE)
-        return launch<S, EpilogueMode::GENERAL>(g, plan, 1, maps, exec);
+        return launch<S, EpilogueMode::GENERAL>(g, plan, maps, exec);
       break;
     }
     return moelora_no_kernel("gemm_sm90", "has no such epilogue");
   }
 
-  /* Launches the kernel with epilogue MODE. parts: maximum number of parts of a tile. */
+  /* Launches the kernel with epilogue MODE. */
   template <class S, EpilogueMode MODE>
   static moelora_status launch(const moelora_gemm_launch *g, const moelora_projection_plan *plan,
-                               int parts, const GemmMaps &maps, const moelora_exec *exec) {
+                               const GemmMaps &maps, const moelora_exec *exec) {
     const int columns = tile_columns<S>(*g);
-    const int64_t tiles = parts * g->schedule.blocks.max_blocks *
-                          (S::UNPAIRED_BLOCKS ? 2 * columns_each(columns) : columns);
+    const int64_t tiles =
+        g->schedule.blocks.max_blocks * (S::UNPAIRED_BLOCKS ? 2 * columns_each(columns) : columns);
     if constexpr (S::RESIDENT > 1)
       return launch_planned<gemm_sm90<S, T, MODE>>(plan->grid, "gemm_sm90", tiles, S::THREADS,
                                                    kSharedBytes<S>, exec, maps.w, maps.x, maps.out,

@@ -87,7 +87,7 @@ template <class Storage, int CLUSTER = 1> struct Pipeline {
       barrier_arrive(base + EMPTY + 8 * which);
     for (int rank = 0; CLUSTER > 1 && rank < CLUSTER; rank++)
       if (kArrivals > 1 || lane == rank)
-        barrier_arrive_cluster(base + EMPTY + 8 * which, rank);
+        barrier_arrive_cluster(cluster_address(base + EMPTY + 8 * which, rank));
   }
 
   __device__ __forceinline__ void advance() {
@@ -117,15 +117,12 @@ struct TileHeader {
   int count, multiplied;
 
   __device__ __forceinline__ void write(uint32_t at) const {
-    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert,
-                                   count | multiplied << 8 | tile.half << 16));
+    store_shared_16(at, make_uint4(tile.block, tile.column, tile.expert, count | multiplied << 8));
   }
   static __device__ __forceinline__ TileHeader read(uint32_t at) {
     const uint4 v = load_shared_16(at);
     const uint32_t rows = uniform(v.w);
-    return {{(int)uniform(v.x), (int)v.y, (int)v.z, (int)(rows >> 16)},
-            (int)(rows & 0xff),
-            (int)(rows >> 8 & 0xff)};
+    return {{(int)uniform(v.x), (int)v.y, (int)v.z}, (int)(rows & 0xff), (int)(rows >> 8)};
   }
 };
 

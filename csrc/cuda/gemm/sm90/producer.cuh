@@ -181,6 +181,7 @@ __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int coun
 
 /* Producer of token rows, by cp.async of the gather warps. */
 template <class S> struct TokenRows {
+  static constexpr bool LOADS_BOXES = false; // rows in order of position: loaded by the TMA warp
   Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS, S::Format::X_ELEMENTS / 8> rows;
 
   __device__ __forceinline__ explicit TokenRows(int thread) : rows(thread) {}
@@ -192,16 +193,17 @@ template <class S> struct TokenRows {
   }
   /* Switches `copy` to the rows that `find` looked up. */
   template <class Scales>
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Scales &, int thread,
-                                        const SharedMemory<S> &) {
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Tile &, int,
+                                        const Scales &, int thread, const SharedMemory<S> &) {
     rows.begin(g.tokens, thread);
   }
-  __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
-                                       int stage) {
+  __device__ __forceinline__ void copy(const RowMaps *, const moelora_gemm_launch &g,
+                                       const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline) {
     if (g.tokens.divisor.value)
 #pragma unroll
       for (int span = 0; span < S::SPANS; span++)
-        rows.copy(smem.sX(stage, span));
+        rows.copy(smem.sX(pipeline.stage, span));
   }
 };
 
@@ -209,7 +211,7 @@ template <class S> struct TokenRows {
 template <class S> struct NoTokenScales {
   __device__ __forceinline__ explicit NoTokenScales(int) {}
   __device__ __forceinline__ void find(const moelora_gemm_launch &, const Tile &, int, int) {}
-  __device__ __forceinline__ void begin(const moelora_gemm_launch &) {}
+  __device__ __forceinline__ void begin(const moelora_gemm_launch &, const Tile &, int) {}
   __device__ __forceinline__ void copy(const moelora_gemm_launch &, const SharedMemory<S> &, int) {}
 };
 
@@ -233,7 +235,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
     next.begin(g);
     const ClusterTile tile = next.tile;
     const int count = next.count();
-    const TokenBoxes<S> boxes(g.tokens.divisor.value ? 0 : count);
+    const TokenBoxes<S> boxes(g.tokens.divisor.value || Mainloop::Rows::LOADS_BOXES ? 0 : count);
     typename Mainloop::WeightLoads weights;
     weights.begin(g, tile);
     if constexpr (!S::RUNS)
@@ -299,15 +301,15 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   // Signal the end with a stage whose block is -1.
   pipeline.wait_empty();
   if (elect_one()) {
-    TileHeader{{-1, 0, 0, 0}, 0, 0}.write(smem.header(pipeline.stage));
+    TileHeader{{-1, 0, 0}, 0, 0}.write(smem.header(pipeline.stage));
     barrier_arrive(pipeline.full());
   }
 }
 
 /* Runs a gather warp: copies x if it is gathered, FP8 token scales, xa, and unmapped factors. */
 template <class Mainloop, class S, class T>
-__device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
-                                                  WarpContext<S> &warp) {
+__device__ __forceinline__ void
+produce_by_gather(const RowMaps *x_maps, const moelora_gemm_launch &g, WarpContext<S> &warp) {
   const SharedMemory<S> &smem = warp.smem;
   GemmPipeline<S> &pipeline = warp.pipeline;
   using Parts = TileParts<S>;
@@ -328,8 +330,8 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
   while (next.more()) {
     const ClusterTile tile = next.tile;
     const int count = next.count();
-    scales.begin(g);
-    rows.begin(g, scales, thread, smem);
+    scales.begin(g, tile, thread);
+    rows.begin(g, tile, count, scales, thread, smem);
     if constexpr (!S::RUNS)
       list = {}, adapter_stages = 0;
     list.base = smem.segments();
@@ -345,7 +347,7 @@ __device__ __forceinline__ void produce_by_gather(const moelora_gemm_launch &g,
         // Wait until consumers have released the stage, then issue the copies. The barrier is
         // signaled when they complete.
         pipeline.wait_empty();
-        rows.copy(g, smem, pipeline.stage);
+        rows.copy(x_maps, g, smem, pipeline);
         scales.copy(g, smem, pipeline.stage);
         barrier_arrive_cp_async(pipeline.full());
       }

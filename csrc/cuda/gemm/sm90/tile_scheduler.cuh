@@ -45,11 +45,11 @@ __device__ __forceinline__ ClusterTile tile_of_pair(const moelora_gemm_launch &g
   const int pair = g.schedule.blocks.pairs[t.block];
   *count = g.schedule.blocks.counts[t.block];
   if (pair == 0) // with an odd number of columns, both CTAs compute the last one
-    return {{t.block, min(2 * t.column + rank, columns - 1), t.expert, 0}, t.block};
+    return {{t.block, min(2 * t.column + rank, columns - 1), t.expert}, t.block};
   const int second = pair < 0, first = t.block - second;
   if (rank != second)
     *count = abs(pair);
-  return {{first + rank, t.column + second * each, t.expert, 0}, first + 1 - rank};
+  return {{first + rank, t.column + second * each, t.expert}, first + 1 - rank};
 }
 
 template <class S> __device__ __forceinline__ int k_steps_of(const moelora_gemm_launch &g) {
@@ -115,13 +115,6 @@ private:
     tile.column += 1 + tile.is_shared();
     if (tile.is_shared())
       tile.column = min(tile.column, tile_columns<S>(g) - 1);
-    shorten(g);
-  }
-  /* Turns a whole tile into a half tile if its second half has no outputs. */
-  __device__ __forceinline__ void shorten(const moelora_gemm_launch &g) {
-    if (S::HALF_TILES && tile.half == 0 &&
-        first_output<S>(g, tile, S::TILES / 2) >= g.weights.n_out)
-      tile.half = 1;
   }
   /* Sets `tile` to tile `index`, or the first valid one after it. */
   __device__ __forceinline__ void find(const moelora_gemm_launch &g) {
@@ -136,15 +129,11 @@ private:
     const int rows_in_runs =
         run > 1 ? max(rows - (kSingleTiles * clusters() + each - 1) / each, 0) : 0;
     const int in_runs = rows_in_runs * runs, all = in_runs + (rows - rows_in_runs) * each;
-    // Split the last tiles into halves: enough to keep all clusters busy for half a tile's time.
-    const int halved = S::HALF_TILES ? min(min(all, clusters() / 2), MOELORA_MAX_HALF_TILES) : 0;
-    for (; index < all + halved; follow(g)) {
-      const int past = index - (all - halved); // index relative to the end of the whole tiles
-      const int at = !S::HALF_TILES || past < 0 ? index : index - (past + 1) / 2;
-      const bool in_run = at < in_runs;
-      Tile first = tile_at<S, CLUSTER_BLOCKS>(g, in_run ? at : at - in_runs, in_run ? runs : each,
-                                              in_run ? rows_in_runs : rows - rows_in_runs,
-                                              in_run ? 0 : rows_in_runs * CLUSTER_BLOCKS);
+    for (; index < all; follow(g)) {
+      const bool in_run = index < in_runs;
+      Tile first = tile_at<S, CLUSTER_BLOCKS>(
+          g, in_run ? index : index - in_runs, in_run ? runs : each,
+          in_run ? rows_in_runs : rows - rows_in_runs, in_run ? 0 : rows_in_runs * CLUSTER_BLOCKS);
       if (in_run)
         first.column *= run;
       int count, left = in_run ? min(run, each - first.column) - 1 : 0;
@@ -153,17 +142,11 @@ private:
         if (!tile.is_shared())
           left = min(left, columns - 1 - tile.column);
       } else {
-        tile = {{first.block + rank, first.column, first.expert, 0}, first.block + 1 - rank};
+        tile = {{first.block + rank, first.column, first.expert}, first.block + 1 - rank};
         count = g.schedule.blocks.counts[tile.block];
       }
       packed = S::RUNS ? count | max(left, 0) << 8 : count;
-      if constexpr (S::HALF_TILES)
-        tile.half = past < 0 ? 0 : 1 + past % 2;
-      shorten(g);
-      // CTAs that process different columns of a block advance together, even if one has no
-      // outputs.
-      const bool exists = tile.is_shared() || first_output<S>(g, tile, 0) < g.weights.n_out;
-      if ((!S::UNPAIRED_BLOCKS || tile.column < columns) && (!S::HALF_TILES || exists))
+      if (!S::UNPAIRED_BLOCKS || tile.column < columns)
         return;
       fetch(g);
     }

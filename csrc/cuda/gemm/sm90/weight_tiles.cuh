@@ -14,36 +14,31 @@ constexpr int kDepthTiles = S::SPANS * S::Format::X_ELEMENTS / S::Format::TILE_D
  * m64 tiles at the next k step. One lane must issue copies of a few KB as fast as memory delivers
  * them, so the state per step is minimal. */
 template <class S> struct WeightTiles {
-  static constexpr int SHARE = S::TILES / S::CLUSTER,
-                       MAX_SHARE = S::UNPAIRED_BLOCKS ? S::TILES : SHARE;
-  const char *gW[MAX_SHARE];
-  int count;    // m64 tiles in the share
-  bool are_all; // the share is the whole tile: no multicast from the other CTA
+  static constexpr int SHARE = S::TILES / S::CLUSTER;
+  const char *gW[SHARE];
 
   /* Starts at the first k step of a tile. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
-    are_all = S::CLUSTER == 1 || (S::UNPAIRED_BLOCKS && tile.is_shared());
-    count = (are_all ? S::TILES : SHARE) >> is_half<S>(tile);
 #pragma unroll
-    for (int i = 0; i < MAX_SHARE; i++) {
+    for (int i = 0; i < SHARE; i++) {
       const int m64 = first() + i;
       gW[i] = quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
     }
   }
-  __device__ __forceinline__ int first() const { return are_all ? 0 : (int)cluster_rank() * count; }
+  static __device__ __forceinline__ int first() {
+    return S::CLUSTER == 1 ? 0 : (int)cluster_rank() * SHARE;
+  }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
 #pragma unroll
-    for (int i = 0; i < MAX_SHARE; i++)
+    for (int i = 0; i < SHARE; i++)
       gW[i] += tiles * g.weights.w.stride_kt;
   }
 };
 
 /* Returns the bytes of weights, including scales, that this CTA receives per k step. */
 template <class S>
-__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g,
-                                                      const Tile &tile) {
-  const uint32_t bytes = kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
-  return bytes >> is_half<S>(tile);
+__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g) {
+  return kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
 }
 
 /* K extent of a stage of quantized weights and 16-bit tokens, in units of 64 elements: two 4-bit
@@ -65,8 +60,8 @@ template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedS
  * lane issues all copies and cannot saturate memory with small ones. If the second 4-bit tile is
  * past the end of K, x is zero there and weights may be anything: the first one is loaded again. */
 template <class S> struct QuantizedLoads : WeightTiles<S> {
-  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &tile) {
-    return weight_tile_bytes<S>(g, tile);
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
+    return weight_tile_bytes<S>(g);
   }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int step, const SharedMemory<S> &smem,
