@@ -1,5 +1,4 @@
-"""The dynamic tile scheduler: every tile is computed once, by whichever cluster, and the last tiles
-of w2, which are halves with FP8, have the bits of whole ones."""
+"""The dynamic tile scheduler: every tile is computed once, by whichever cluster."""
 
 import pytest
 import torch

@@ -128,7 +128,7 @@ static inline sizes draw_sizes(int64_t depth_of) {
   s.tokens = ONE_OF(1, random_in(2, 8), random_in(2, 8), random_in(9, 40), random_in(41, 120),
                     random_in(121, 300));
   s.top_k = random_in(1, s.experts < 4 ? s.experts : 4);
-  const int64_t most = s.tokens > 100 ? 256 : 512;
+  const int64_t most = s.tokens > 100 ? 256 : ONE_OF(512, 512, 512, 1920);
   s.hidden = depth_of * random_in(1, most / depth_of);
   s.inner = depth_of * random_in(1, most / 2 / depth_of);
   s.slots = random_in(1, 4);

@@ -73,7 +73,8 @@ struct Tile {
   int32_t block, column, expert;
 };
 
-/* Returns the output of row 0 of an m64 tile; consecutive rows compute consecutive outputs. */
+/* Returns the output of row 0 of an m64 tile; consecutive rows compute consecutive outputs. In a
+ * gated projection even m64 tiles are of gate rows, odd ones of up rows. */
 template <class E>
 __device__ __forceinline__ int first_output(const moelora_gemm_launch &g, const Tile &tile,
                                             int m64) {

@@ -38,7 +38,8 @@ template <class S>
 constexpr int kDepthM64Bytes =
     (sizeof(S::Stage::sW) < S::TILES * 4 * kSlabBytes ? 2 : 4) * kSlabBytes;
 
-/* Returns the index of an m64 tile within a slab. */
+/* Returns the index of an m64 tile within a slab, where gate rows precede up rows. Token-major, m64
+ * tiles are numbered in that order. */
 template <class S> __device__ __forceinline__ int slab_m64(const moelora_gemm_launch &g, int m64) {
   return g.weights.gated && S::SWAP_AB ? (m64 & 1) * (S::TILES / 2) + m64 / 2 : m64;
 }
@@ -50,7 +51,7 @@ template <class S> struct SlabLayout {
   /* m64() returns the offset of an m64 tile, given its slab_m64; slab(), that of slab j. */
   __device__ __forceinline__ uint32_t m64(int place) const { return place * kSlabBytes * width; }
   /* Offset of the second half of the rows, which are up rows in a gated projection. */
-  __device__ __forceinline__ uint32_t half() const { return m64(S::TILES) / 2; }
+  __device__ __forceinline__ uint32_t half() const { return m64(S::TILES / 2); }
   __device__ __forceinline__ uint32_t slab(int j) const {
     return j * (width == 1 ? S::TILES * kSlabBytes : 32);
   }

@@ -140,14 +140,12 @@ template <class S, class T> struct NonFinite {
       WarpContext<S>::sync_all(); // stores of both consumers have completed
     else
       warpgroup_sync(kConsumerBarrier + consumer);
-    const int i = threadIdx.x & 127, m64 = 2 * consumer + i / 64;
-    const int up = S::SWAP_AB ? m64 & 1 : consumer; // token-major: half of the rows for each
-    const int output = S::SWAP_AB ? first_output<S>(g, header.tile, m64) + i % 64
-                                  : first_output<S>(g, header.tile, 0) + i +
-                                        (g.weights.gated ? 0 : consumer * (S::ROWS / 2));
+    const int i = threadIdx.x & 127;
+    const int m64 = !S::SWAP_AB && g.weights.gated ? consumer + i / 64 * 2 : 2 * consumer + i / 64;
+    const int output = first_output<S>(g, header.tile, m64) + i % 64;
     if (output >= g.weights.n_out)
       return;
-    const int64_t row = weight_row(g, up, output);
+    const int64_t row = weight_row(g, m64, output);
     const int slice = (int)(row / g.adapters.lora.slice_n);
     int32_t known = -1;
     bool nonfinite = false;

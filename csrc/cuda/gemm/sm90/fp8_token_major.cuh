@@ -38,8 +38,10 @@ template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER>
 struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOELORA_KERNEL_W8A8>,
                             RegisterBudget<56, CONSUMERS> {
   static_assert(TOKENS == 64 * CONSUMERS && CONSUMERS == 2, "64 tokens a consumer");
-  static constexpr bool SWAP_AB = false, UNPAIRED_BLOCKS = CLUSTER > 1;
+  static_assert(CLUSTER == 2, "half of the weights a CTA");
+  static constexpr bool SWAP_AB = false, UNPAIRED_BLOCKS = true;
   static constexpr int BOX = TOKENS; // rows of x in one copy
+  static constexpr bool GATHERS = true;
 
   using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
   template <class S> using Storage = Fp8TokenMajorStorage<S>;
@@ -47,19 +49,25 @@ struct Fp8TokenMajorShape : KernelShape<TOKENS, CONSUMERS, STAGES, CLUSTER, MOEL
 };
 
 /* Shape of projections that are not gated. Each warp stores its own outputs, so that consumers do
- * not wait for each other, nor for buffers. */
-template <class S> struct WithRowStores : WithRuns<S> {
+ * not wait for each other, nor for buffers. Without GATHERS x is ordered by position, and the
+ * gather warps have registers left to find adapters. */
+template <class S, bool GATHERS_> struct WithRowStores : WithRuns<S> {
   static_assert(!S::SWAP_AB, "a warp has whole rows");
-  static constexpr bool ALIASES = false;
+  static constexpr bool ALIASES = false, GATHERS = GATHERS_;
 };
 
-/* Returns the address of the stored tile of row `row` of half `half` of a tile, at k = 0. */
+/* Returns whether rows of x are gathered; otherwise x is ordered by position. */
+template <class S> __device__ __forceinline__ bool gathers_x(const moelora_gemm_launch &g) {
+  return S::GATHERS && g.tokens.divisor.value;
+}
+
+/* Returns the address, at k = 0, of the stored tile that is m64 tile i of a stage: in a gated
+ * projection gate tiles precede up tiles. */
 template <class S>
-__device__ __forceinline__ const char *tile_of_row(const moelora_gemm_launch &g, const Tile &tile,
-                                                   int half, int row) {
-  const bool gated = g.weights.gated;
-  return quantized_tile(g, tile.expert, gated ? half : 0,
-                        first_output<S>(g, tile, 0) + (gated ? 0 : half * (S::ROWS / 2)) + row);
+__device__ __forceinline__ const char *stored_tile(const moelora_gemm_launch &g, const Tile &tile,
+                                                   int i) {
+  const int m64 = g.weights.gated ? i / 2 + i % 2 * 2 : i;
+  return quantized_tile(g, tile.expert, m64, first_output<S>(g, tile, m64));
 }
 
 /* Producer of the weights of a k step. Each CTA of a cluster loads half of the rows and multicasts
@@ -76,11 +84,12 @@ template <class S> struct Fp8Halves {
   }
   /* Starts at the first k step of a tile. */
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const ClusterTile &tile) {
-    are_all = S::CLUSTER == 1 || tile.is_shared();
-    to = opaque(are_all ? 0 : cluster_rank() * (EACH * kM64Bytes));
+    const int first = tile.is_shared() ? 0 : (int)cluster_rank() * EACH;
+    are_all = tile.is_shared();
+    to = opaque(first * kM64Bytes);
 #pragma unroll
     for (int i = 0; i < S::TILES; i++)
-      gW[i] = tile_of_row<S>(g, tile, are_all ? i / EACH : (int)cluster_rank(), i % EACH * 64);
+      gW[i] = stored_tile<S>(g, tile, (first + i) % S::TILES);
   }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int, const SharedMemory<S> &smem,
@@ -90,10 +99,10 @@ template <class S> struct Fp8Halves {
     for (int i = 0; i < S::TILES; i++) {
       if (i >= EACH && !are_all)
         break;
-      if (S::CLUSTER > 1 && !are_all)
-        bulk_load_multicast(sW + i * kM64Bytes, gW[i], kM64Bytes, barrier, policy);
-      else
+      if (are_all)
         bulk_load(sW + i * kM64Bytes, gW[i], kM64Bytes, barrier, policy);
+      else
+        bulk_load_multicast(sW + i * kM64Bytes, gW[i], kM64Bytes, barrier, policy);
       gW[i] += g.weights.w.stride_kt;
     }
   }
@@ -110,12 +119,9 @@ template <class S> struct TokenMajorScales : TokenScales<S> {
   __device__ __forceinline__ void begin(const moelora_gemm_launch &g, const Tile &tile,
                                         int thread) {
     Tokens::begin(g, tile, thread);
-    const bool by_row = moelora_has_row_scales(g.weights.w.format);
-    const int row = thread * (by_row ? 4 : 64);
+    const int row = thread * (moelora_has_row_scales(g.weights.w.format) ? 4 : 64);
     to = row < S::ROWS ? row * 4 : -1;
-    const int at = to < 0 ? 0 : row, half = at / (S::ROWS / 2);
-    gWScale =
-        tile_of_row<S>(g, tile, half, at % (S::ROWS / 2)) + kM64Bytes + (by_row ? at % 64 * 4 : 0);
+    gWScale = stored_tile<S>(g, tile, row / 64 % S::TILES) + kM64Bytes + row % 64 * 4;
   }
   __device__ __forceinline__ void copy(const moelora_gemm_launch &g, const SharedMemory<S> &smem,
                                        int stage) {
@@ -151,7 +157,7 @@ template <class S> struct ListedTokenRows {
                                         const SharedMemory<S> &smem) {
     // One thread loads boxes.
     boxes = TokenBoxes<S>(thread == 0 ? count : 0), first = tile.block * S::TOKENS, step = 0;
-    if (g.tokens.divisor.value) {
+    if (gathers_x<S>(g)) {
       const uint32_t sRows = smem.base + (uint32_t)offsetof(Fp8TokenMajorStorage<S>, rows);
       list(g.tokens, scales, sRows, thread);
 #pragma unroll
@@ -163,7 +169,7 @@ template <class S> struct ListedTokenRows {
   __device__ __forceinline__ void copy(const RowMaps *x_maps, const moelora_gemm_launch &g,
                                        const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline) {
-    if (g.tokens.divisor.value) {
+    if (gathers_x<S>(g)) {
       rows.copy(smem.sX(pipeline.stage));
     } else if (boxes.boxes + boxes.rest > 0) {
       barrier_expect_tx(pipeline.full(), boxes.rows() * kRowBytes);
@@ -232,7 +238,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   struct Operands {
     uint64_t a, b;
     uint32_t token_scales, weight_scales;
-    uint32_t empty; // the barrier that this lane arrives on, of the CTA with its number
+    uint32_t empty; // empty barrier of stage 0 in CTA lane % 2, where this lane arrives
 
     __device__ __forceinline__ explicit Operands(const WarpContext<S> &warp) {
       const ThreadPlace thread(warp.consumer);
@@ -279,7 +285,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
   multiply_k_step(Accumulators &rAcc, const moelora_gemm_launch &g, WarpContext<S> &warp,
                   const Operands &operands, int stage, bool last, bool &full) {
     GemmPipeline<S> &pipeline = warp.pipeline;
-    const bool gathered = g.tokens.divisor.value != 0;
+    const bool gathered = gathers_x<S>(g);
     float rPartial[N / 2], tokens[2];
     if (!full) {
       barrier_wait(pipeline.base + GemmPipeline<S>::FULL + 8 * stage, pipeline.phase);
@@ -295,11 +301,10 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       __syncwarp(); // all lanes have read the scales
       if (last)
         return;
-      if (S::CLUSTER > 1 && kArrivals == 1) {
-        if ((threadIdx.x & 31) < S::CLUSTER)
-          barrier_arrive_cluster(operands.empty + 8 * stage);
-      } else
+      if (kArrivals > 1)
         pipeline.release(stage);
+      else if ((threadIdx.x & 31) < S::CLUSTER)
+        barrier_arrive_cluster(operands.empty + 8 * stage);
     };
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -318,7 +323,7 @@ template <class S, class T> struct Fp8TokenMajorMainloop {
       for (int i = 0; i < 2; i++)
         weights[i] = BY_ROW ? 0.f : __uint_as_float(load_shared_4(of_rows + i * kM64ScaleBytes));
       if (half == 1) {
-        full = __all_sync(0xffffffffu, barrier_test(pipeline.full(), pipeline.phase));
+        full = pipeline.is_full();
         if (full && gathered)
           fence_async_proxy();
       }
@@ -472,7 +477,8 @@ template <class S, class T, EpilogueMode MODE> struct Fp8TokenMajorEpilogue {
     const int from = warp.consumer * 64;
 #pragma unroll
     for (int i = 0; i < (GATED ? 2 : 4); i++) {
-      float *v = GATED ? rAcc[0] + i * 32 : rAcc[i / 2] + i % 2 * 32, *up = rAcc[1] + i * 32;
+      float *v = GATED ? rAcc[0] + i * 32 : rAcc[i / 2] + i % 2 * 32,
+            *up = GATED ? rAcc[1] + i * 32 : nullptr;
       const int first = first_output<S>(g, header.tile, 0) + i * 64;
       if (GATED && i == 1) // from here on buffers alias the last stage:
         warp.sync_all();   // wait until both consumers have read it

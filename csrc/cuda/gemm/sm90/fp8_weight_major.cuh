@@ -15,6 +15,7 @@
 
 #include "cuda/gemm/sm90/fp8.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
+#include "cuda/gemm/sm90/weight_tiles.cuh"
 
 template <class S, class T> struct Fp8WeightMajorMainloop;
 
@@ -40,6 +41,46 @@ struct Fp8WeightMajorShape
   using Stage = Fp8Stage<TOKENS, 2 * CONSUMERS>;
   template <class S> using Storage = Fp8WeightMajorStorage<S>;
   template <class S, class T> using Mainloop = Fp8WeightMajorMainloop<S, T>;
+};
+
+/* Returns the address of the current stage. Votes make it warp-uniform with less latency than a
+ * shuffle. */
+template <class S>
+__device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
+                                                  const GemmPipeline<S> &pipeline) {
+  uint32_t at = smem.base;
+#pragma unroll
+  for (int bit = 1; bit < S::STAGES; bit *= 2)
+    at += __all_sync(0xffffffffu, pipeline.stage & bit) ? bit * SharedMemory<S>::STAGE_BYTES : 0;
+  return at;
+}
+
+/* Producer of the weights of a k step and their scales. Each CTA of a cluster loads a share of the
+ * m64 tiles and multicasts it. */
+template <class S> struct Fp8Loads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
+    return weight_tile_bytes<S>(g);
+  }
+  __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
+                                       const Tile &, int, const SharedMemory<S> &smem,
+                                       const GemmPipeline<S> &pipeline, uint64_t policy) {
+    const int first = this->first(), stage = pipeline.stage;
+    const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+#pragma unroll
+    for (int i = 0; i < WeightTiles<S>::SHARE; i++) {
+      const char *gW = this->gW[i];
+      const uint32_t sW = smem.sW(stage) + (first + i) * kM64Bytes;
+      const uint32_t sScale = sWScale<S>(smem, stage, first + i);
+      if constexpr (S::CLUSTER == 1) {
+        bulk_load(sW, gW, kM64Bytes, pipeline.full(), policy);
+        bulk_load(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
+      } else {
+        bulk_load_multicast(sW, gW, kM64Bytes, pipeline.full(), policy);
+        bulk_load_multicast(sScale, gW + kM64Bytes, scales, pipeline.full(), policy);
+      }
+    }
+    this->advance(g, 1);
+  }
 };
 
 /* Scales of a thread's tokens. */

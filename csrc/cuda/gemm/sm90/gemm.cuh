@@ -23,7 +23,8 @@
  * epilogue.cuh and fixup.cuh. A main loop defines
  *
  *   WeightLoads    producer, TMA warp: begin(tile), bytes(), load(k step) of weights
- *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x
+ *   Rows, Scales   producer, gather warps: find(next tile), begin(), copy(k step) of x;
+ *                  Rows::LOADS_BOXES: they, not the TMA warp, load x ordered by position
  *   main_loop<N>   consumer: the K loop of a tile; returns the last stage, not yet released
  *   Adapters       consumer: add_stage<N>(), and are_finite() of the accumulators
  *   Epilogue<MODE> consumer: store()

@@ -13,7 +13,7 @@ template <int TOKENS, int CONSUMERS, int STAGES, moelora_kernel_format FORMAT, b
 struct DequantizeShape;
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER> struct Fp8WeightMajorShape;
 template <int TOKENS, int CONSUMERS, int STAGES, int CLUSTER> struct Fp8TokenMajorShape;
-template <class S> struct WithRowStores; // fp8_token_major.cuh
+template <class S, bool GATHERS> struct WithRowStores; // fp8_token_major.cuh
 
 namespace {
 
@@ -165,7 +165,9 @@ struct LaunchSm90 {
       if constexpr (S::SWAP_AB)
         return launch<WithRuns<S>, EpilogueMode::PLAIN>(g, plan, maps, exec);
       else
-        return launch<WithRowStores<S>, EpilogueMode::PLAIN>(g, plan, maps, exec);
+        return g->tokens.divisor.value
+                   ? launch<WithRowStores<S, true>, EpilogueMode::PLAIN>(g, plan, maps, exec)
+                   : launch<WithRowStores<S, false>, EpilogueMode::PLAIN>(g, plan, maps, exec);
     case MOELORA_EPILOGUE_GENERAL:
       if constexpr (S::GENERAL_EPILOGUE)
         return launch<S, EpilogueMode::GENERAL>(g, plan, maps, exec);

@@ -4,6 +4,8 @@
  *   TMA warp       weights; x if ordered by position     rows of B that a tensor map covers
  *   gather warps   x if gathered; token scales (FP8)     rows of xa; other rows of factors
  *
+ * Where Rows::LOADS_BOXES, a gather warp also issues the boxes of x that is ordered by position.
+ *
  * All producer warps iterate over the same tiles and stages. A full barrier expects one arrival
  * from the TMA warp, with the transaction bytes, and one from each gather thread, after its
  * cp.async.
@@ -127,7 +129,7 @@ template <class S> struct TokenBoxes {
 
   __device__ __forceinline__ explicit TokenBoxes(int count) {
     const int left = count % S::BOX;
-    boxes = count / S::BOX + (left > 32 && count - left + S::BOX <= S::TOKENS);
+    boxes = count / S::BOX + (left > max(32, S::BOX - 32) && count - left + S::BOX <= S::TOKENS);
     rest = (max(count - boxes * S::BOX, 0) + S::REST_BOX - 1) / S::REST_BOX;
   }
   __device__ __forceinline__ int rows() const { return boxes * S::BOX + rest * S::REST_BOX; }
@@ -181,7 +183,7 @@ __device__ __forceinline__ int rows_multiplied(const ClusterTile &tile, int coun
 
 /* Producer of token rows, by cp.async of the gather warps. */
 template <class S> struct TokenRows {
-  static constexpr bool LOADS_BOXES = false; // rows in order of position: loaded by the TMA warp
+  static constexpr bool LOADS_BOXES = false;
   Gather<S::TOKENS, S::GATHER_LANES, S::GATHERERS, S::Format::X_ELEMENTS / 8> rows;
 
   __device__ __forceinline__ explicit TokenRows(int thread) : rows(thread) {}
@@ -306,7 +308,7 @@ __device__ __forceinline__ void produce_by_tma(const CUtensorMap *w_map, const R
   }
 }
 
-/* Runs a gather warp: copies x if it is gathered, FP8 token scales, xa, and unmapped factors. */
+/* Runs a gather warp: copies what Rows and Scales do in the K loop, xa, and unmapped factors. */
 template <class Mainloop, class S, class T>
 __device__ __forceinline__ void
 produce_by_gather(const RowMaps *x_maps, const moelora_gemm_launch &g, WarpContext<S> &warp) {

@@ -35,9 +35,16 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 inline bool barrier_test(uint32_t barrier, uint32_t parity) {
   return emulation::mbarrier_test(barrier_at(barrier), parity);
 }
-inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+inline uint32_t cluster_address(uint32_t at, uint32_t rank) {
+  return rank << 24 | at;
+}
+inline void barrier_arrive_cluster(uint32_t there) {
+  const uint32_t barrier = there & 0xffffff;
   barrier_at(barrier);
-  emulation::mbarrier_arrive((uint64_t *)(emulation::window_of(rank) + barrier), 0);
+  emulation::mbarrier_arrive((uint64_t *)(emulation::window_of(there >> 24) + barrier), 0);
+}
+inline void barrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+  emulation::mbarrier_arrived(barrier_at(barrier), -(int64_t)bytes);
 }
 
 inline uint64_t evict_first_policy() {
