@@ -58,9 +58,6 @@ __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
 /* Producer of the weights of a k step and their scales. Each CTA of a cluster loads a share of the
  * m64 tiles and multicasts it. */
 template <class S> struct Fp8Loads : WeightTiles<S> {
-  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
-    return weight_tile_bytes<S>(g);
-  }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int, const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline, uint64_t policy) {

@@ -28,18 +28,16 @@ template <class S> struct WeightTiles {
   static __device__ __forceinline__ int first() {
     return S::CLUSTER == 1 ? 0 : (int)cluster_rank() * SHARE;
   }
+  /* Returns the bytes of weights, including scales, that this CTA receives per k step. */
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
+    return kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
+  }
   __device__ __forceinline__ void advance(const moelora_gemm_launch &g, int tiles) {
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
       gW[i] += tiles * g.weights.w.stride_kt;
   }
 };
-
-/* Returns the bytes of weights, including scales, that this CTA receives per k step. */
-template <class S>
-__device__ __forceinline__ uint32_t weight_tile_bytes(const moelora_gemm_launch &g) {
-  return kDepthTiles<S> * S::TILES * S::Format::tile_bytes(g.weights.w.format);
-}
 
 /* K extent of a stage of quantized weights and 16-bit tokens, in units of 64 elements: two 4-bit
  * tiles, or one FP8 tile. With one unit, barriers would take much of the consumers' time. */
@@ -60,9 +58,6 @@ template <int TOKENS, int TILES, moelora_kernel_format FORMAT> struct QuantizedS
  * lane issues all copies and cannot saturate memory with small ones. If the second 4-bit tile is
  * past the end of K, x is zero there and weights may be anything: the first one is loaded again. */
 template <class S> struct QuantizedLoads : WeightTiles<S> {
-  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
-    return weight_tile_bytes<S>(g);
-  }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int step, const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline, uint64_t policy) {
