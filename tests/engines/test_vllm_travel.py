@@ -233,19 +233,20 @@ def test_a_rank_that_never_had_an_adapter_makes_no_dummies(travel, monkeypatch):
     assert rank.slots.here == [travel.NONE] * 3
 
 
-def test_a_rank_without_requests_says_what_it_lacks(travel, lines):
+@pytest.mark.parametrize("batch", [("execute_dummy_batch",), ("execute_model", "scheduled")])
+def test_a_rank_says_what_it_lacks(travel, lines, batch):
     """Once, though it fills no slot any more; then it reads the count no more."""
-    rank = Serving(travel, [])
+    rank, (name, *args) = Serving(travel, []), batch
     rank.runner.profile_run()
     rank.slots.to_slots(torch.tensor([7, 8]))
-    for batch in range(1, 513):
-        rank.worker.execute_dummy_batch()
-        assert len(lost_lines(lines)) == (batch >= 256)
-        if batch == 256:
+    for number in range(1, 513):
+        assert getattr(rank.worker, name)(*args) == (args[0] if args else None)
+        assert len(lost_lines(lines)) == (number >= 256)
+        if number == 256:
             rank.slots.lost = None
     without_lora = SimpleNamespace(model_runner=SimpleNamespace())
     for _ in range(256):
-        travel._idle(lambda worker: None, without_lora)
+        travel._looking(lambda worker: None, without_lora)
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=["V2", "V1"])

@@ -290,6 +290,9 @@ class Worker:
     def execute_dummy_batch(self):
         self.model_runner._dummy_run(1, uniform_decode=True)
 
+    def execute_model(self, scheduler_output):
+        return scheduler_output
+
     def add_lora(self, lora_request):
         return self.model_runner.lora_manager.add_adapter(lora_request)
 

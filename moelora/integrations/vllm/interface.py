@@ -176,6 +176,7 @@ TRAVEL = interface(f"""
         replaced WorkerLoRAManager._load_adapter self lora_request
     vllm.v1.worker.gpu_worker
         replaced Worker.execute_dummy_batch self
+        replaced Worker.execute_model self scheduler_output
     vllm.v1.worker.lora_model_runner_mixin
         replaced LoRAModelRunnerMixin.maybe_dummy_run_with_lora self lora_config \
             num_scheduled_tokens num_sampled_tokens remove_lora num_active_loras mapping_type

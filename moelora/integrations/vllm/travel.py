@@ -16,8 +16,8 @@ while all ranks wait. Here tokens of such a batch have no adapter, and the rank 
 Profiling, warm-up and graph capture have vLLM's dummies.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
-them on the device. It reads the count when it fills a slot and after every 256th batch without
-requests, and its log says so once.
+them on the device. It reads the count when it fills a slot and after every 256th batch, and its log
+says so once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
-LOOK_EVERY = 256  # batches without requests, at the count of lost tokens
+LOOK_EVERY = 256  # batches, at the count of lost tokens
 _NAME, _IDLE = "_moelora_slots", "_moelora_idle"
-_idle_batches = itertools.count(1)
+_batches = itertools.count(1)
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
 
 
@@ -98,6 +98,8 @@ def install() -> None:
     wrap(LoRAModelManager, "activate_adapter", _noting_slot)
     wrap(WorkerLoRAManager, "_load_adapter", _noting_id)
     wrap(Worker, "execute_dummy_batch", _idle)
+    for name in ("execute_dummy_batch", "execute_model"):
+        wrap(Worker, name, _looking)
     wrap(LoRAModelRunnerMixin, "maybe_dummy_run_with_lora", _without_dummies)
 
 
@@ -112,10 +114,16 @@ def _idle(execute_dummy_batch: Callable[..., None], self: Any) -> None:
     """`execute_dummy_batch`, which a worker of a rank without requests runs."""
     with setting(self.model_runner, _IDLE, is_on):
         execute_dummy_batch(self)
+
+
+def _looking(execute: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """A batch of a worker, and now and then a look at the tokens that are lost so far."""
+    done = execute(self, *args)
     outer = getattr(self.model_runner, "lora_manager", None)
-    if is_on and outer is not None and next(_idle_batches) % LOOK_EVERY == 0:
+    if is_on and outer is not None and next(_batches) % LOOK_EVERY == 0:
         for slots in _tables(outer._adapter_manager):
             _say_lost(slots)
+    return done
 
 
 def _without_dummies(
