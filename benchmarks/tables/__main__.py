@@ -12,7 +12,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help="a table, as pages name it")
     parser.add_argument("--write", action="store_true", help="update all pages instead")
     args = parser.parse_args()
-    if unknown := [name for name in args.names if name.split()[0] not in {*TABLES, *MADE}]:
+    if unknown := [name for name in args.names if name.partition(" ")[0] not in {*TABLES, *MADE}]:
         parser.error(f"no table is called {' or '.join(unknown)}")
     if args.write:
         for page in PAGES:
