@@ -9,6 +9,8 @@ from benchmarks.tables.training import MANY_TOKENS, PEERS, training_speeds
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
+FORMATS = {"bf16": "bf16", "modelopt": "NVFP4 of ModelOpt"}  # others in capitals
+RUNNERS = {"marlin", "cutedsl"}  # of experts, in the name of a server
 DECODES = {f"decode_{n}": f"decode of {n}" for n in (1, 16, 64, 256)}
 LOADS = {"prefill": "prefill", **DECODES}
 CLAIMED_LOADS = ["prefill", "decode of 64"]
@@ -24,7 +26,7 @@ RUN = ["topic", "engine", "GPU", "experts"]
 
 
 def experts(meta):
-    form = meta["format"] if meta["format"] == "bf16" else meta["format"].upper()
+    form = FORMATS.get(meta["format"], meta["format"].upper())
     depth = f", {meta['layers']} of its layers" if meta.get("layers") else ""
     return f"{form}, {MODELS.get(meta['model'], meta['model'])}{depth}"
 
@@ -41,8 +43,9 @@ def rates(files):
     for topic in files:
         meta, rows = load(topic)
         for _, row in rows.iterrows():
-            engine, _, more = row.engine.partition(" ")
-            who, name = SERVERS.get((more, row.adapters > 0)), LOADS.get(row.workload)
+            engine, *more = [word for word in row.engine.split() if word not in RUNNERS]
+            who = SERVERS.get((" ".join(more), row.adapters > 0))
+            name = LOADS.get(row.workload)
             if who and name and engine in ENGINES and meta.get("adapters", 4) == 4:
                 tokens, ms = row.input + row.output, row.median_ttft_ms
                 if row.workload in DECODES:
