@@ -1,4 +1,4 @@
-"""MOELORA_VLLM_PREFETCH=1: adapters go to slots on a stream of their own, while other requests run.
+"""Adapters go to slots on a stream of their own, while other requests run.
 
 On the CPU two queues stand for the streams. Each order of them that events allow must do.
 """
@@ -12,6 +12,7 @@ import torch
 from conftest import needs_gpu
 from test_vllm_update import adapter, given, serves
 from vllm_layer import HERE, load
+from vllm_stand_in import BaseLinearLayerWithLoRA
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, EngineCore, Executor, Scheduler
 
 pytest_plugins = ["vllm_fixtures"]
@@ -82,7 +83,7 @@ class Engine:
         self.llm = LLM(workers, max_loras=slots, max_cpu_loras=len(names), **more)
         self.workers = self.llm.llm_engine.workers
         self.requests = update.update_adapters(self.llm, {n: given(s) for n, s in seeds.items()})
-        self.scheduler = Scheduler(self.llm.llm_engine.lora_config)
+        self.scheduler = Scheduler(self.llm.llm_engine.vllm_config)
         self.core = EngineCore(self.scheduler, Executor(self.workers, late))
         self.read = []  # (adapter, products)
 
@@ -353,11 +354,36 @@ def test_copies_are_of_factors_alone(make, hooks):
     assert all(part == () for _, part, _ in model._moelora_writes.copies)
 
 
-def test_it_is_off_by_default(served):
-    manager = load("vllm.lora.model_manager").LoRAModelManager
-    names = manager.activate_adapter._moelora
-    assert not any("activation" in name for name in names)
-    assert not hasattr(load("vllm.v1.engine.core").EngineCore.step, "_moelora")
+ELSEWHERE = {"several GPUs": (2, 2, None), "a slot for each": (3, 1, None), "off": (2, 1, "0")}
+CASES = {"beyond slots": (2, 1, None), "wanted": (3, 2, "1")} | ELSEWHERE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_runs_on_one_gpu_for_adapters_beyond_slots(vllm, case):
+    """The switch says otherwise."""
+    slots, gpus, switch = CASES[case]
+    if switch:
+        vllm.monkeypatch.setenv("MOELORA_VLLM_PREFETCH", switch)
+    whole = lambda self, factor: factor  # noqa: E731
+    linear = {"tp_size": gpus, "slice_lora_a": whole, "slice_lora_b": whole}
+    for name, value in linear.items():
+        vllm.monkeypatch.setattr(BaseLinearLayerWithLoRA, name, value, raising=False)
+    vllm.register()
+    engine, asked = Engine(load(f"{HERE}.update"), "abc", workers=gpus, slots=slots), []
+    ask = engine.core.model_executor.collective_rpc
+
+    def asking(*args, **named):
+        asked.append(args)
+        return ask(*args, **named)
+
+    engine.core.model_executor.collective_rpc = asking
+    for worker in engine.workers:
+        worker.launch = lambda request, slot: None
+    engine.add("a"), engine.step()
+    runs = case not in ELSEWHERE
+    models = engine.inner()._registered_adapters.values()
+    assert models and all(hasattr(m, "_moelora_writes") == runs for m in models)
+    assert bool(asked) == runs
 
 
 def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):

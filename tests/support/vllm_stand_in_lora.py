@@ -324,8 +324,10 @@ class Worker:
 class Scheduler:
     """Requests have a `lora_request`, or None; all that run are in each step."""
 
-    def __init__(self, lora_config):
-        self.lora_config, self.waiting, self.running = lora_config, deque(), []
+    def __init__(self, vllm_config):
+        self.lora_config = vllm_config.lora_config
+        self.parallel_config = vllm_config.parallel_config
+        self.waiting, self.running = deque(), []
 
     def _handle_blocked_waiting_request(self, request):
         return True
@@ -411,8 +413,8 @@ class LLMEngine:
         config.max_cpu_loras = max(max_loras, max_cpu_loras)
         self.workers = [Worker(config) for _ in range(workers)]
         self.engine_core = InprocClient() if workers == 1 else MPClient()
-        parallel = SimpleNamespace(world_size=workers)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        parallel = SimpleNamespace(world_size=workers, world_size_across_dp=workers)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, lora_config=config)
         self.input_processor = InputProcessor()
         self.output_processor = SimpleNamespace(request_states={})
 

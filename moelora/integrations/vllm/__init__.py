@@ -8,7 +8,8 @@ converted to moelora's tiles instead of vLLM's layout. vLLM's log reports this o
 when the first layer runs.
 Adapters of linear layers are added by moelora's deltas (`linear`).
 `update_adapters` gives a running engine adapters from memory.
-Under `MOELORA_VLLM_PREFETCH=1` adapters of waiting requests are copied while others run.
+Where host memory has room for more adapters than the GPU, those of waiting requests are copied
+while others run (`prefetch`): on one GPU, with `MOELORA_VLLM_PREFETCH=1` on several, with 0 never.
 `MOELORA_VLLM=0` in the environment turns it off. On cards where moelora was not measured, layers
 are timed at start-up and run where they are faster (`race`); `MOELORA_VLLM=1` forces moelora. Under
 vLLM's VLLM_BATCH_INVARIANT every call is batch invariant.
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moelora import _C
-from moelora.integrations import reason_against_build, shown, switched_off, switched_on
+from moelora.integrations import reason_against_build, shown, switched_off
 
 SWITCH = "MOELORA_VLLM"
 PREFETCH = "MOELORA_VLLM_PREFETCH"
@@ -138,7 +139,7 @@ def _install() -> None:
         "prefetch": (interface.PREFETCH, prefetch.OWN_COPIES),
         "methods": (interface.QUANTIZED, f"{OWN_PATH} for quantized layers"),
     }
-    if not switched_on(PREFETCH):
+    if switched_off(PREFETCH):
         del needed["prefetch"]
     for name, (part, otherwise) in needed.items():
         why_not = linear.off_here() if name == "linear" else None

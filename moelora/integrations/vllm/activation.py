@@ -9,7 +9,8 @@ copies factors to it, and waits for that stream twice in each layer of experts. 
     a batch    the stream that computes waits for the adapters in it that are still on the way
 
 A batch waits before it is launched, so that a captured graph has no wait in it. vLLM decides which
-adapter leaves its slot; modules that use their stacks otherwise are written by vLLM.
+adapter leaves its slot; modules that use their stacks otherwise are written by vLLM. Where
+`is_wanted` is false, vLLM writes all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
-from moelora.integrations.vllm import listed, travel, wrap
+from moelora.integrations import switched_on
+from moelora.integrations.vllm import PREFETCH, listed, travel, wrap
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
@@ -36,6 +38,14 @@ def install() -> None:
     wrap(LoRAModelManager, "_create_merged_loras_inplace", _recording)
     wrap(LoRAModelManager, "activate_adapter", _activate)
     wrap(WorkerLoRAManager, "set_active_adapters", _waiting)
+
+
+def is_wanted(lora_config: Any, several: bool) -> bool:
+    """Whether host memory has more adapters than slots, on one GPU: with tensor parallelism each
+    rank pins its parts beside the whole factors. The switch wants it anyway."""
+    return switched_on(PREFETCH) or (
+        lora_config.max_cpu_loras > lora_config.max_loras and not several
+    )
 
 
 # -- what an adapter writes to a slot --
@@ -263,7 +273,10 @@ def touch(manager: Any, ids: Iterable[int]) -> None:
 
 def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
     merge(self, lora_model)
-    if hasattr(lora_model, "_moelora_writes"):
+    several = travel.is_on or any(
+        getattr(module, "tp_size", 1) > 1 for module in self.modules.values()
+    )
+    if hasattr(lora_model, "_moelora_writes") or not is_wanted(self.lora_config, several):
         return
     lora_model._moelora_writes = writes = record(self, lora_model)
     if writes is not None and writes.copies and activations(self) is None:

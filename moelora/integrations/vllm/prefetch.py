@@ -1,4 +1,4 @@
-"""Adapters of waiting requests, copied to slots while other requests run (MOELORA_VLLM_PREFETCH=1).
+"""Adapters of waiting requests, copied to slots while other requests run.
 
 vLLM gives an adapter a slot in the step that runs it, so that all requests of that step wait for
 its copy. Here the loop of the engine asks its workers before each step:
@@ -9,7 +9,8 @@ its copy. Here the loop of the engine asks its workers before each step:
     scheduling   a request whose adapter is on the way is passed over while others run
 
 If none runs, the request is scheduled and its batch waits. Where a reply is late or out of date, a
-batch waits as well: order is kept by the workers' streams alone.
+batch waits as well: order is kept by the workers' streams alone. An engine asks where
+`activation.is_wanted`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moelora.integrations.vllm import PREFETCH, activation, say_once, wrap
 from moelora.integrations.vllm.update import manager_of
 
 METHOD = "moelora_prefetch"
-SERVED = f"adapters are copied to slots while other requests run, as {PREFETCH}=1 says"
+SERVED = f"adapters are copied to slots while other requests run; {PREFETCH}=0 leaves it to vLLM"
 OWN_COPIES = "vLLM copies an adapter to its slot in the step that runs it"
 LOOKED_AT = 256  # waiting requests, before each step
 
@@ -83,14 +84,14 @@ class _Ahead:
     here: set[int] | None = None  # ids that no batch waits for; None before the first reply
     running: set[int] = field(default_factory=set)
     reply: Any = None
-    is_on: bool = True
+    is_on: bool | None = None  # None before the first step
 
 
 def _looking_ahead(step: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
     scheduler = self.scheduler
     if scheduler.lora_config is not None:
         ahead = scheduler.__dict__.setdefault("_moelora_ahead", _Ahead())
-        if ahead.is_on:
+        if ahead.is_on is not False:
             try:
                 _ask(ahead, scheduler, self.model_executor)
             except Exception as error:
@@ -100,6 +101,11 @@ def _looking_ahead(step: Callable[..., Any], self: Any, *args: Any, **named: Any
 
 
 def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
+    if ahead.is_on is None:
+        several = scheduler.parallel_config.world_size_across_dp > 1
+        ahead.is_on = activation.is_wanted(scheduler.lora_config, several)
+    if not ahead.is_on:
+        return
     _take(ahead)
     running = ahead.running = {
         request.lora_request.lora_int_id for request in scheduler.running if request.lora_request

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moelora.integrations import switched_on
+import functools
+
+from moelora.integrations import switched_off
 from moelora.integrations.report import Part, Report, part
 from moelora.integrations.vllm import PREFETCH, SWITCH, interface, linear, problem_here
 from moelora.integrations.vllm.formats import FORMATS
@@ -18,13 +20,13 @@ def parts() -> list[Part]:
         functions = next(iter(method.needed.replaced.values()))
         cls = next(iter(functions)).partition(".")[0]
         found.append(part(method.about, cls, method.needed, lambda: quantized))
-    not_ahead = None if switched_on(PREFETCH) else f"no {PREFETCH}=1"
-    punica = "PunicaWrapperGPU"
+    punica, slots = "PunicaWrapperGPU", "LoRAModelManager"
+    off = functools.partial(switched_off, PREFETCH)
     return [
         *found,
         part("adapters of layers that stay with vLLM", punica, interface.DELTAS),
         part("adapters of linear layers", punica, interface.LINEAR, linear.off_here),
-        part("copies to slots, ahead", "LoRAModelManager", interface.PREFETCH, lambda: not_ahead),
+        part("copies to slots, ahead", slots, interface.PREFETCH, off),
     ]
 
 
