@@ -206,7 +206,7 @@ class Bench(Stages):
         names = ("model", "format", "layers", "adapters", "ranks", "slo", "server_args")
         fields = {name: getattr(self.args, name) for name in names}
         fields["arrivals"] = "Poisson, where a row has no burstiness or concurrency"
-        fields |= {name: version(name) for name in ("vllm", "sglang")}
+        fields |= {name: version(name) for name in ("vllm", "sglang", "sgl-deep-gemm")}
         settings = {n: self.args.known[n] for n in self.args.engines if n in self.args.known}
         self.save(self.rows, **fields, servers=settings)
 

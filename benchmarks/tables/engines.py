@@ -80,7 +80,7 @@ def parallel_modes():
         found = {gpus: parallel_answers(f"e2e-answers-parallel-{gpus}", names) for gpus in "24"}
         found = {gpus: cells for gpus, cells in found.items() if cells} or {"-": [UNTRIED] * 3}
         for gpus, cells in found.items():
-            fast = ["-", "-"] if gpus == "4" else parallel_speeds(servers)
+            fast = [UNTRIED] * 2 if gpus == "4" else parallel_speeds(servers)
             said.append([f"`{options}`", gpus, *cells, *fast])
     titles = ["options", "GPUs", "from float32", "mixed and alone differ by"]
     titles += ["rows of layers with other bits", *CLAIMED_LOADS]
@@ -91,7 +91,7 @@ def parallel_speeds(topic):
     if topic not in topics("parallel"):
         return [UNTRIED] * len(CLAIMED_LOADS)
     speeds = rates([topic]).droplevel(RUN).reindex(CLAIMED_LOADS)[[BASE, THEIRS, OURS]]
-    return formatted(speeds, "{:,.0f}").fillna("-").agg(" / ".join, axis=1)
+    return formatted(speeds, "{:,.0f}").fillna(UNTRIED).agg(" / ".join, axis=1)
 
 
 def parallel_answers(topic, names):
@@ -107,8 +107,8 @@ def parallel_answers(topic, names):
         rows[(rows.topic == "bits") & (rows.run == f"{name}, eager")] for name in names
     )
     bits = [f"{row.differing} of {row.matched}" for row in bits.itertuples() if row.matched > 0]
-    distances = [span(rows[name], 3) for name in names] if names[0] in rows else ["-"]
-    return [" / ".join(distances), " / ".join(mixed), " / ".join(bits) or "-"]
+    distances = [span(rows[name], 3) for name in names] if names[0] in rows else [UNTRIED]
+    return [" / ".join(distances), " / ".join(mixed), " / ".join(bits) or UNTRIED]
 
 
 def engine_bits():

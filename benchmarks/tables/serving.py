@@ -57,7 +57,7 @@ def rates(files):
         raise NotMeasuredError("servers with four adapters")
     rows = pd.DataFrame(found, columns=[*RUN, "load", "server", "speed"])
     rows["load"] = pd.Categorical(rows.load, LOADS.values())
-    speeds = rows.pivot_table("speed", [*RUN, "load"], "server", aggfunc="first", observed=True)
+    speeds = rows.pivot(index=[*RUN, "load"], columns="server", values="speed").sort_index()
     return speeds.reindex(columns=SERVERS.values())
 
 
@@ -146,7 +146,7 @@ def serving_adapters():
         meta, rows = load(topic)
         versions = [meta.get(name.split()[0]) for name in rows.engine]
         rows = rows.assign(version=versions, gpu=gpu(meta), experts=experts(meta))
-        found.append(rows[rows.adapters > 0])
+        found.append(rows[(rows.adapters > 0) & (rows.workload != "warm_up")])
     if not found:
         raise NotMeasuredError("requests that choose among adapters")
     return made_of(pd.concat(found), cases.SERVING_ADAPTERS, cases.SERVER)

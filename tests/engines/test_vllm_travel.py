@@ -110,7 +110,7 @@ def test_an_adapter_that_is_in_no_slot_is_counted_and_said(travel, lines):
     assert slots.to_slots(ids).tolist() == [1, -1, -1, 2, 1, -1]
     assert slots.to_slots(ids).dtype == torch.int32
     assert int(slots.lost) == 2
-    travel._say_lost(slots)
+    travel._say_lost(slots, slots.lost)
     assert len(lost_lines(lines)) == 1
     assert slots.to_ids(torch.tensor([1, -1, 2, 0], dtype=torch.int32)).tolist() == [70, -1, 71, -1]
 
@@ -235,18 +235,16 @@ def test_a_rank_that_never_had_an_adapter_makes_no_dummies(travel, monkeypatch):
 
 @pytest.mark.parametrize("batch", [("execute_dummy_batch",), ("execute_model", "scheduled")])
 def test_a_rank_says_what_it_lacks(travel, lines, batch):
-    """Once, though it fills no slot any more; then it reads the count no more."""
+    """Once, though it fills no slot any more, after at most 256 batches."""
     rank, (name, *args) = Serving(travel, []), batch
     rank.runner.profile_run()
     rank.slots.to_slots(torch.tensor([7, 8]))
     for number in range(1, 513):
         assert getattr(rank.worker, name)(*args) == (args[0] if args else None)
         assert len(lost_lines(lines)) == (number >= 256)
-        if number == 256:
-            rank.slots.lost = None
     without_lora = SimpleNamespace(model_runner=SimpleNamespace())
     for _ in range(256):
-        travel._looking(lambda worker: None, without_lora)
+        travel._reporting_lost(lambda worker: None, without_lora)
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=["V2", "V1"])

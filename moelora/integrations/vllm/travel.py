@@ -16,8 +16,8 @@ while all ranks wait. Here tokens of such a batch have no adapter, and the rank 
 Profiling, warm-up and graph capture have vLLM's dummies.
 
 Tokens of an adapter that a rank has in no slot get the base model's experts there; the rank counts
-them on the device. It reads the count when it fills a slot and after every 256th batch, and its log
-says so once.
+them on the device. It reads the count when it fills a slot, and at every 128th batch as it was 128
+batches before, so that none waits for it; its log says so once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moelora.operators.setting import setting
 
 NONE = -1  # no adapter; ids of dummies are below it
 TAKEN = 0  # no adapter of vLLM has this id
-LOOK_EVERY = 256  # batches, at the count of lost tokens
+LOOK_EVERY = 128  # batches between copies of the lost-token count to the host
 _NAME, _IDLE = "_moelora_slots", "_moelora_idle"
 _batches = itertools.count(1)
 is_on = False  # whether a layer of this process has tokens of other data-parallel ranks
@@ -49,6 +49,7 @@ class Slots:
         with torch.inference_mode(False):
             self.ids = torch.full((count,), NONE, dtype=torch.int64, device=device)
             self.lost = torch.zeros(1, dtype=torch.int64, device=device)
+            self.seen = torch.zeros(1, dtype=torch.int64, pin_memory=self.lost.is_cuda)
         self.here = [NONE] * count  # the same on the host
         self.is_lost_said = False
 
@@ -99,7 +100,7 @@ def install() -> None:
     wrap(WorkerLoRAManager, "_load_adapter", _noting_id)
     wrap(Worker, "execute_dummy_batch", _idle)
     for name in ("execute_dummy_batch", "execute_model"):
-        wrap(Worker, name, _looking)
+        wrap(Worker, name, _reporting_lost)
     wrap(LoRAModelRunnerMixin, "maybe_dummy_run_with_lora", _without_dummies)
 
 
@@ -116,13 +117,14 @@ def _idle(execute_dummy_batch: Callable[..., None], self: Any) -> None:
         execute_dummy_batch(self)
 
 
-def _looking(execute: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """A batch of a worker, and now and then a look at the tokens that are lost so far."""
-    done = execute(self, *args)
+def _reporting_lost(execute: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
+    """Run a batch; at every LOOK_EVERYth log lost tokens."""
+    done = execute(self, *args, **named)
     outer = getattr(self.model_runner, "lora_manager", None)
     if is_on and outer is not None and next(_batches) % LOOK_EVERY == 0:
         for slots in _tables(outer._adapter_manager):
-            _say_lost(slots)
+            _say_lost(slots, slots.seen)
+            slots.seen.copy_(slots.lost, non_blocking=True)
     return done
 
 
@@ -166,7 +168,7 @@ def _noting_slot(activate: Callable[..., Any], self: Any, lora_id: int) -> Any:
             there[slot] = None
     if done and lora_id in there:
         for slots in tables:
-            _say_lost(slots)
+            _say_lost(slots, slots.lost)
             slots.fill(there.index(lora_id), number)
     return done
 
@@ -186,9 +188,9 @@ def slots_of(punica: Any, count: int) -> Slots:
     return found
 
 
-def _say_lost(slots: Slots) -> None:
-    """Log lost tokens, once. Reading the count synchronizes with the device."""
-    if not slots.is_lost_said and int(slots.lost):
+def _say_lost(slots: Slots, count: Tensor) -> None:
+    """Log lost tokens, once."""
+    if not slots.is_lost_said and int(count):
         slots.is_lost_said = True
         say_once(
             "tokens of other data-parallel ranks had adapters that were in no slot here: this "
