@@ -12,7 +12,6 @@ import torch
 from conftest import needs_gpu
 from test_vllm_update import adapter, given, serves
 from vllm_layer import HERE, load
-from vllm_stand_in import BaseLinearLayerWithLoRA
 from vllm_stand_in_lora import LAYERS, LINEAR, LLM, EngineCore, Executor, Scheduler
 
 pytest_plugins = ["vllm_fixtures"]
@@ -87,9 +86,10 @@ class Engine:
         self.core = EngineCore(self.scheduler, Executor(self.workers, late))
         self.read = []  # (adapter, products)
 
-    def add(self, name):
+    def add(self, name, status=None):
         lora = name and self.requests[name]
-        request = SimpleNamespace(name=name, lora_request=lora)
+        request = SimpleNamespace(name=name, lora_request=lora, status=status)
+        request.num_computed_tokens = 0
         self.scheduler.waiting.append(request)
         return request
 
@@ -364,10 +364,9 @@ def test_it_runs_on_one_gpu_for_adapters_beyond_slots(vllm, case):
     slots, gpus, switch = CASES[case]
     if switch:
         vllm.monkeypatch.setenv("MOELORA_VLLM_PREFETCH", switch)
-    whole = lambda self, factor: factor  # noqa: E731
-    linear = {"tp_size": gpus, "slice_lora_a": whole, "slice_lora_b": whole}
-    for name, value in linear.items():
-        vllm.monkeypatch.setattr(BaseLinearLayerWithLoRA, name, value, raising=False)
+    world = {"is_initialized": lambda: True, "get_world_size": lambda: gpus}
+    for name, value in world.items():
+        vllm.monkeypatch.setattr(torch.distributed, name, value)
     vllm.register()
     engine, asked = Engine(load(f"{HERE}.update"), "abc", workers=gpus, slots=slots), []
     ask = engine.core.model_executor.collective_rpc
@@ -384,6 +383,77 @@ def test_it_runs_on_one_gpu_for_adapters_beyond_slots(vllm, case):
     models = engine.inner()._registered_adapters.values()
     assert models and all(hasattr(m, "_moelora_writes") == runs for m in models)
     assert bool(asked) == runs
+
+
+def test_a_request_with_blocks_is_never_passed_over(make):
+    """It would keep them, and nobody would ask for an adapter that has left its slot."""
+    engine = make("abc", slots=2)
+    engine.add(None), engine.step()
+    (late,) = {*"abc"} - {*engine.here()}
+    engine.add(late)
+    assert engine.step() == [None], "its adapter is on the way"
+    request = engine.scheduler.waiting.pop()
+    request.num_computed_tokens = 8
+    engine.scheduler.kv_holding_waiting.append(request)
+    assert engine.step() == [None, late]
+
+
+def test_a_request_that_cannot_run_yet_takes_no_slot(make, streams):
+    engine = make("abc", slots=2)
+    here, (late,) = engine.here(), {*"abc"} - {*engine.here()}
+    engine.add(here[0]), engine.step()
+    blocked = engine.add(late, "blocked")
+    ready = engine.add(here[1])
+    assert engine.step() == [here[0], ready.name] and engine.here() == here
+    blocked.status = None
+    engine.finish(ready)
+    engine.step(), streams.advance("compute", "copies"), engine.step()
+    assert engine.step() == [here[0], late]
+
+
+def test_requests_of_one_adapter_start_together(make):
+    engine = make("abc", slots=2)
+    (late,) = {*"abc"} - {*engine.here()}
+    for _ in range(3):
+        engine.add(late)
+    assert engine.step() == [late] * 3, "no other runs: the batch waits"
+
+
+def test_a_paused_engine_copies_nothing(make, monkeypatch):
+    """While it sleeps its slots have no memory."""
+    engine = make("abc", slots=2)
+    engine.scheduler.pause_state = 1
+    monkeypatch.setattr(engine.core.model_executor, "collective_rpc", None)
+    engine.add("a"), engine.step()
+    assert engine.scheduler.__dict__["_moelora_ahead"].is_on
+
+
+def test_folders_are_read_by_the_step_that_runs_them(make, lines):
+    engine = make("ab", slots=1)
+    new = SimpleNamespace(lora_int_id=7, lora_name="new", lora_path="folder", load_inplace=False)
+    before = engine.here()
+    assert 7 in engine.workers[0].moelora_prefetch([new], [])
+    assert engine.here() == before and not lines
+
+
+def test_what_cannot_be_recorded_is_written_by_vllm(make, streams, hooks, monkeypatch):
+    """As factors for which no memory can be pinned."""
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(hooks, "record", fail)
+    engine = make("ab", slots=1)
+    for name in "ab":
+        request = engine.add(name)
+        engine.step(), streams.advance("compute"), engine.finish(request)
+    engine.check()
+
+
+def test_a_scheduler_of_another_kind_is_left_alone(make):
+    engine = make("a", slots=1)
+    engine.core.scheduler = SimpleNamespace(schedule=list)
+    assert engine.step() == []
 
 
 def test_workers_that_do_not_know_it_are_not_asked_again(make, lines):

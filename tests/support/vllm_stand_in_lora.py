@@ -327,24 +327,32 @@ class Scheduler:
     def __init__(self, vllm_config):
         self.lora_config = vllm_config.lora_config
         self.parallel_config = vllm_config.parallel_config
-        self.waiting, self.running = deque(), []
+        self.kv_holding_waiting, self.waiting, self.running = deque(), deque(), []
+        self.pause_state = 0
+
+    @staticmethod
+    def _is_blocked_waiting_status(status):
+        return status == "blocked"
+
+    @staticmethod
+    def _holds_kv_blocks(request):
+        return request.num_computed_tokens > 0
 
     def _handle_blocked_waiting_request(self, request):
-        return True
+        return not self._is_blocked_waiting_status(request.status)
 
     def schedule(self):
-        skipped = deque()
         loras = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
-        while self.waiting:
-            request = self.waiting.popleft()
-            number = request.lora_request and request.lora_request.lora_int_id
-            full = number and number not in loras and len(loras) == self.lora_config.max_loras
-            if not self._handle_blocked_waiting_request(request) or full:
-                skipped.append(request)
-                continue
-            self.running.append(request)
-            loras |= {number} if number else set()
-        self.waiting.extend(skipped)
+        for queue in (self.kv_holding_waiting, self.waiting):
+            for _ in range(len(queue)):
+                request = queue.popleft()
+                number = request.lora_request and request.lora_request.lora_int_id
+                full = number and number not in loras and len(loras) == self.lora_config.max_loras
+                if not self._handle_blocked_waiting_request(request) or full:
+                    queue.append(request)
+                    continue
+                self.running.append(request)
+                loras |= {number} if number else set()
         return list(self.running)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from moelora.adapters.transfer import Arrival, Streams
 from moelora.integrations import switched_on
@@ -273,12 +273,14 @@ def touch(manager: Any, ids: Iterable[int]) -> None:
 
 def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
     merge(self, lora_model)
-    several = travel.is_on or any(
-        getattr(module, "tp_size", 1) > 1 for module in self.modules.values()
-    )
+    several = distributed.is_initialized() and distributed.get_world_size() > 1
     if hasattr(lora_model, "_moelora_writes") or not is_wanted(self.lora_config, several):
         return
-    lora_model._moelora_writes = writes = record(self, lora_model)
+    try:
+        writes = record(self, lora_model)
+    except RuntimeError:  # no memory to pin, or factors that vLLM refuses, by its own message
+        writes = None
+    lora_model._moelora_writes = writes
     if writes is not None and writes.copies and activations(self) is None:
         device = writes.copies[0][0].device
         if device.type == "cuda":

@@ -144,6 +144,8 @@ PREFETCH = interface("""
         called LRUCacheWorkerLoRAManager.add_adapter self lora_request
     vllm.v1.core.sched.scheduler
         replaced Scheduler._handle_blocked_waiting_request self request
+        called Scheduler._holds_kv_blocks request
+        called Scheduler._is_blocked_waiting_status status
     vllm.v1.engine.core
         replaced EngineCore.step self
         replaced EngineCore.step_with_batch_queue self

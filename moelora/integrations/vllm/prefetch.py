@@ -4,13 +4,14 @@ vLLM gives an adapter a slot in the step that runs it, so that all requests of t
 its copy. Here the loop of the engine asks its workers before each step:
 
     the engine   first waiting requests in order, as many adapters as slots are left by running ones
-    a worker     gives those a slot that no running request needs, starts copies (`activation`), and
-                 returns ids that no batch would wait for
+    a worker     gives those in host memory a slot that no running request needs, starts copies
+                 (`activation`), and returns ids that no batch would wait for
     scheduling   a request whose adapter is on the way is passed over while others run
 
 If none runs, the request is scheduled and its batch waits. Where a reply is late or out of date, a
-batch waits as well: order is kept by the workers' streams alone. An engine asks where
-`activation.is_wanted`.
+batch waits as well: order is kept by the workers' streams alone. An adapter that is not in host
+memory is read by the step that runs it, as without this. An engine asks where
+`activation.is_wanted`, and not while it is paused: in a sleeping one slots have no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from moelora.integrations import shown
 from moelora.integrations.vllm import PREFETCH, activation, say_once, wrap
-from moelora.integrations.vllm.update import manager_of
+from moelora.integrations.vllm.update import is_known, manager_of
 
 METHOD = "moelora_prefetch"
 SERVED = f"adapters are copied to slots while other requests run; {PREFETCH}=0 leaves it to vLLM"
@@ -54,16 +55,17 @@ def prefetch(worker: Any, requests: Sequence[Any], running: Sequence[int]) -> li
     kept, refused = set(running) | inner._active_adapters.pinned_items, []
     for request in requests:
         number = request.lora_int_id
+        on_host = number in inner._registered_adapters or is_known(outer, request.lora_path)
+        if request.load_inplace or not on_host:  # the step that runs it loads it
+            refused.append(number)
+            continue
         if len(kept | {number}) > inner.lora_slots:
             break
         activation.touch(inner, kept)
         kept.add(number)
         try:
-            if request.load_inplace:  # the step that runs it loads it again
-                refused.append(number)
-            else:
-                outer.add_adapter(request)
-                say_once(SERVED, logging.INFO)
+            outer.add_adapter(request)
+            say_once(SERVED, logging.INFO)
         except Exception as error:  # the step that runs it raises it
             refused.append(number)
             say_once(f"adapter {request.lora_name!r} is not copied ahead ({shown(error)})")
@@ -82,14 +84,14 @@ class _Ahead:
     """What an engine knows of its workers' slots, and whether it asks them at all."""
 
     here: set[int] | None = None  # ids that no batch waits for; None before the first reply
-    running: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)  # ids of running requests
     reply: Any = None
     is_on: bool | None = None  # None before the first step
 
 
 def _looking_ahead(step: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
     scheduler = self.scheduler
-    if scheduler.lora_config is not None:
+    if getattr(scheduler, "lora_config", None) is not None:
         ahead = scheduler.__dict__.setdefault("_moelora_ahead", _Ahead())
         if ahead.is_on is not False:
             try:
@@ -104,7 +106,7 @@ def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
     if ahead.is_on is None:
         several = scheduler.parallel_config.world_size_across_dp > 1
         ahead.is_on = activation.is_wanted(scheduler.lora_config, several)
-    if not ahead.is_on:
+    if not ahead.is_on or scheduler.pause_state:
         return
     _take(ahead)
     running = ahead.running = {
@@ -112,9 +114,11 @@ def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
     }
     room = scheduler.lora_config.max_loras - len(running)
     next_ones: dict[int, Any] = {}
-    for request in itertools.islice(scheduler.waiting, LOOKED_AT) if room > 0 else ():
+    queued = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
+    for request in itertools.islice(queued, LOOKED_AT) if room > 0 else ():
         lora = request.lora_request
-        if lora and lora.lora_int_id not in running:
+        is_blocked = scheduler._is_blocked_waiting_status(request.status)
+        if lora and lora.lora_int_id not in running and not is_blocked:
             next_ones.setdefault(lora.lora_int_id, lora)
             if len(next_ones) == room:
                 break
@@ -136,6 +140,11 @@ def _passing_over(handle: Callable[..., bool], self: Any, request: Any) -> bool:
     if not handle(self, request):
         return False
     ahead, lora = self.__dict__.get("_moelora_ahead"), request.lora_request
-    if ahead is None or ahead.here is None or not lora or not self.running:
+    if ahead is None or not lora:
         return True
-    return lora.lora_int_id in ahead.here | ahead.running
+    number = lora.lora_int_id
+    is_late = ahead.here is not None and number not in ahead.here | ahead.running
+    if is_late and self.running and not self._holds_kv_blocks(request):
+        return False
+    ahead.running.add(number)  # others with this adapter need not wait
+    return True

@@ -282,6 +282,11 @@ def _store(manager: Any) -> _Store:
     return found
 
 
+def is_known(manager: Any, path: str) -> bool:
+    """Whether a worker has an adapter of `update_adapters`, with a slot or without."""
+    return path in _store(manager).models
+
+
 def stage(worker: Any, payload: list[Any]) -> str | None:
     """Read adapters as vLLM reads folders; returns why not, before any is known."""
     from vllm.lora.request import LoRARequest
