@@ -364,10 +364,9 @@ def test_it_runs_on_one_gpu_for_adapters_beyond_slots(vllm, case):
     slots, gpus, switch = CASES[case]
     if switch:
         vllm.monkeypatch.setenv("MOELORA_VLLM_PREFETCH", switch)
-    world = {"is_initialized": lambda: True, "get_world_size": lambda: gpus}
-    for name, value in world.items():
-        vllm.monkeypatch.setattr(torch.distributed, name, value)
     vllm.register()
+    state = load("vllm.distributed.parallel_state")
+    vllm.monkeypatch.setattr(state, "get_pp_group", lambda: SimpleNamespace(world_size=gpus))
     engine, asked = Engine(load(f"{HERE}.update"), "abc", workers=gpus, slots=slots), []
     ask = engine.core.model_executor.collective_rpc
 
@@ -432,8 +431,40 @@ def test_folders_are_read_by_the_step_that_runs_them(make, lines):
     engine = make("ab", slots=1)
     new = SimpleNamespace(lora_int_id=7, lora_name="new", lora_path="folder", load_inplace=False)
     before = engine.here()
-    assert 7 in engine.workers[0].moelora_prefetch([new], [])
-    assert engine.here() == before and not lines
+    here, refused = engine.workers[0].moelora_prefetch([new], [])
+    assert refused == [7] and engine.here() == before and not lines
+
+
+def test_adapters_that_a_step_has_loaded_are_asked_for_again(make, streams, monkeypatch):
+    engine = make("abcd", slots=2)
+    cold = [engine.add(name) for name in {*"abcd"} - {*engine.here()}]
+    with monkeypatch.context() as patch:
+        patch.setattr(load(f"{HERE}.prefetch"), "is_known", lambda *of: False)
+        engine.step()
+    streams.advance("compute", "copies", "compute")
+    for request in cold:
+        engine.finish(request)
+    engine.add("a"), engine.step(), streams.advance("compute", "copies", "compute")
+    waits = streams.waits
+    for name in "bcd" * 4:
+        request = engine.add(name)
+        while request in engine.scheduler.waiting:
+            engine.step(), streams.advance("compute", "copies", "compute")
+        engine.finish(request)
+    assert streams.waits <= waits + 1, "running requests waited for copies"
+    engine.check()
+
+
+def test_requests_that_cannot_run_hide_no_others(make, streams):
+    engine = make("abc", slots=2)
+    engine.add(None), engine.step()
+    (late,) = {*"abc"} - {*engine.here()}
+    for _ in range(300):
+        engine.add(late, "blocked")
+    ready = engine.add(late)
+    assert engine.step() == [None]
+    streams.advance("compute", "copies"), engine.step()
+    assert ready in engine.scheduler.running or ready.name in engine.step()
 
 
 def test_what_cannot_be_recorded_is_written_by_vllm(make, streams, hooks, monkeypatch):
@@ -448,6 +479,13 @@ def test_what_cannot_be_recorded_is_written_by_vllm(make, streams, hooks, monkey
         request = engine.add(name)
         engine.step(), streams.advance("compute"), engine.finish(request)
     engine.check()
+
+
+def test_ranks_that_must_schedule_alike_copy_nothing_ahead(make, streams):
+    engine = make("abc", slots=2, workers=2)
+    engine.scheduler.parallel_config.distributed_executor_backend = "external_launcher"
+    engine.add("a"), engine.step()
+    assert engine.scheduler._moelora_ahead.is_on is False
 
 
 def test_a_scheduler_of_another_kind_is_left_alone(make):

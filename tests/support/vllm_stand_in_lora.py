@@ -86,6 +86,13 @@ def current_stream():
     return None
 
 
+def get_tp_group():
+    return SimpleNamespace(world_size=1)
+
+
+get_pp_group = get_dp_group = get_tp_group
+
+
 class LRUCache(OrderedDict):
     def __init__(self):
         super().__init__()
@@ -422,6 +429,7 @@ class LLMEngine:
         self.workers = [Worker(config) for _ in range(workers)]
         self.engine_core = InprocClient() if workers == 1 else MPClient()
         parallel = SimpleNamespace(world_size=workers, world_size_across_dp=workers)
+        parallel.distributed_executor_backend = None
         self.vllm_config = SimpleNamespace(parallel_config=parallel, lora_config=config)
         self.input_processor = InputProcessor()
         self.output_processor = SimpleNamespace(request_states={})
@@ -477,6 +485,7 @@ def check_plain(value):
 
 
 PLACES = {
+    "vllm.distributed.parallel_state": "get_dp_group get_pp_group get_tp_group",
     "vllm.lora.lora_model": "LoRAModel",
     "vllm.lora.model_manager": "LoRAModelManager",
     "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager WorkerLoRAManager",

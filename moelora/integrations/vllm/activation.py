@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
-from moelora.integrations import switched_on
-from moelora.integrations.vllm import PREFETCH, listed, travel, wrap
+from moelora.integrations import shown, switched_on
+from moelora.integrations.vllm import PREFETCH, listed, say_once, travel, wrap
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
@@ -271,15 +271,23 @@ def touch(manager: Any, ids: Iterable[int]) -> None:
 # -- hooks --
 
 
+def _is_several() -> bool:
+    """Whether this worker's engine has other GPUs; the process group may be a trainer's."""
+    from vllm.distributed import parallel_state as state
+
+    groups = state.get_tp_group(), state.get_pp_group(), state.get_dp_group()
+    return any(group.world_size > 1 for group in groups)
+
+
 def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
     merge(self, lora_model)
-    several = distributed.is_initialized() and distributed.get_world_size() > 1
-    if hasattr(lora_model, "_moelora_writes") or not is_wanted(self.lora_config, several):
+    if hasattr(lora_model, "_moelora_writes") or not is_wanted(self.lora_config, _is_several()):
         return
     try:
         writes = record(self, lora_model)
-    except RuntimeError:  # no memory to pin, or factors that vLLM refuses, by its own message
+    except RuntimeError as error:  # no memory to pin, or factors that vLLM refuses
         writes = None
+        say_once(f"vLLM copies an adapter to slots by itself ({shown(error)})")
     lora_model._moelora_writes = writes
     if writes is not None and writes.copies and activations(self) is None:
         device = writes.copies[0][0].device

@@ -146,6 +146,10 @@ PREFETCH = interface("""
         replaced Scheduler._handle_blocked_waiting_request self request
         called Scheduler._holds_kv_blocks request
         called Scheduler._is_blocked_waiting_status status
+    vllm.distributed.parallel_state
+        called get_tp_group
+        called get_pp_group
+        called get_dp_group
     vllm.v1.engine.core
         replaced EngineCore.step self
         replaced EngineCore.step_with_batch_queue self

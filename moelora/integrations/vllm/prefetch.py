@@ -29,7 +29,7 @@ from moelora.integrations.vllm.update import is_known, manager_of
 METHOD = "moelora_prefetch"
 SERVED = f"adapters are copied to slots while other requests run; {PREFETCH}=0 leaves it to vLLM"
 OWN_COPIES = "vLLM copies an adapter to its slot in the step that runs it"
-LOOKED_AT = 256  # waiting requests, before each step
+LOOKED_AT = 64  # waiting requests that could run, before each step
 
 
 def install() -> None:
@@ -47,9 +47,11 @@ def install() -> None:
 # -- the workers --
 
 
-def prefetch(worker: Any, requests: Sequence[Any], running: Sequence[int]) -> list[int]:
+def prefetch(
+    worker: Any, requests: Sequence[Any], running: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Bring adapters to slots, the first one first, without taking those of `running` ids; returns
-    the ids that no batch waits for: those that are there, and those that vLLM refuses."""
+    ids that are there, and those that the step which runs them loads, or refuses."""
     outer = manager_of(worker)
     inner = outer._adapter_manager
     kept, refused = set(running) | inner._active_adapters.pinned_items, []
@@ -73,7 +75,7 @@ def prefetch(worker: Any, requests: Sequence[Any], running: Sequence[int]) -> li
     state = activation.activations(inner)
     slots = enumerate(inner.lora_index_to_id)
     here = [n for slot, n in slots if n is not None and (not state or state.has_arrived(slot))]
-    return here + refused
+    return here, refused
 
 
 # -- the engine --
@@ -84,6 +86,7 @@ class _Ahead:
     """What an engine knows of its workers' slots, and whether it asks them at all."""
 
     here: set[int] | None = None  # ids that no batch waits for; None before the first reply
+    refused: set[int] = field(default_factory=set)  # ids that the step which runs them loads
     running: set[int] = field(default_factory=set)  # ids of running requests
     reply: Any = None
     is_on: bool | None = None  # None before the first step
@@ -104,8 +107,11 @@ def _looking_ahead(step: Callable[..., Any], self: Any, *args: Any, **named: Any
 
 def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
     if ahead.is_on is None:
-        several = scheduler.parallel_config.world_size_across_dp > 1
-        ahead.is_on = activation.is_wanted(scheduler.lora_config, several)
+        config = scheduler.parallel_config
+        several = config.world_size_across_dp > 1
+        # Its ranks schedule alike by themselves, but copies end when they end.
+        alike = several and config.distributed_executor_backend == "external_launcher"
+        ahead.is_on = activation.is_wanted(scheduler.lora_config, several) and not alike
     if not ahead.is_on or scheduler.pause_state:
         return
     _take(ahead)
@@ -115,10 +121,10 @@ def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
     room = scheduler.lora_config.max_loras - len(running)
     next_ones: dict[int, Any] = {}
     queued = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
-    for request in itertools.islice(queued, LOOKED_AT) if room > 0 else ():
+    ready = (r for r in queued if not scheduler._is_blocked_waiting_status(r.status))
+    for request in itertools.islice(ready, LOOKED_AT) if room > 0 else ():
         lora = request.lora_request
-        is_blocked = scheduler._is_blocked_waiting_status(request.status)
-        if lora and lora.lora_int_id not in running and not is_blocked:
+        if lora and lora.lora_int_id not in running:
             next_ones.setdefault(lora.lora_int_id, lora)
             if len(next_ones) == room:
                 break
@@ -132,7 +138,9 @@ def _take(ahead: _Ahead) -> None:
     """Take the reply of all workers, if it is there."""
     if ahead.reply is not None and ahead.reply.done():
         reply, ahead.reply = ahead.reply, None
-        ahead.here = set.intersection(*map(set, reply.result()))
+        here, refused = zip(*reply.result(), strict=True)
+        ahead.refused = set().union(*refused)
+        ahead.here = set.intersection(*map(set, here)) | ahead.refused
 
 
 def _passing_over(handle: Callable[..., bool], self: Any, request: Any) -> bool:
@@ -147,4 +155,6 @@ def _passing_over(handle: Callable[..., bool], self: Any, request: Any) -> bool:
     if is_late and self.running and not self._holds_kv_blocks(request):
         return False
     ahead.running.add(number)  # others with this adapter need not wait
+    if ahead.here and number in ahead.refused:
+        ahead.here.discard(number)  # it may leave its slot: workers are asked again
     return True
