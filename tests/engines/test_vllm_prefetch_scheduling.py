@@ -117,8 +117,8 @@ def test_requests_that_cannot_run_hide_no_others(make, streams):
         engine.add(late, "blocked")
     ready = engine.add(late)
     assert engine.step() == [None]
-    streams.advance("compute", "copies"), engine.step()
-    assert ready in engine.scheduler.running or ready.name in engine.step()
+    streams.advance("compute", "copies")
+    assert engine.step() == [None, ready.name]
 
 
 def test_ranks_that_must_schedule_alike_copy_nothing_ahead(make, streams):

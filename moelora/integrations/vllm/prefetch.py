@@ -128,7 +128,7 @@ def _ask(ahead: _Ahead, scheduler: Any, executor: Any) -> None:
             next_ones.setdefault(lora.lora_int_id, lora)
             if len(next_ones) == room:
                 break
-    if ahead.reply is None and not next_ones.keys() <= (ahead.here or set()):
+    if ahead.reply is None and not next_ones.keys() <= (ahead.here or set()) | ahead.refused:
         args = list(next_ones.values()), sorted(running)
         ahead.reply = executor.collective_rpc(METHOD, args=args, non_block=True)
         _take(ahead)
@@ -139,8 +139,7 @@ def _take(ahead: _Ahead) -> None:
     if ahead.reply is not None and ahead.reply.done():
         reply, ahead.reply = ahead.reply, None
         here, refused = zip(*reply.result(), strict=True)
-        ahead.refused = set().union(*refused)
-        ahead.here = set.intersection(*map(set, here)) | ahead.refused
+        ahead.here, ahead.refused = set.intersection(*map(set, here)), set().union(*refused)
 
 
 def _passing_over(handle: Callable[..., bool], self: Any, request: Any) -> bool:
@@ -151,10 +150,10 @@ def _passing_over(handle: Callable[..., bool], self: Any, request: Any) -> bool:
     if ahead is None or not lora:
         return True
     number = lora.lora_int_id
-    is_late = ahead.here is not None and number not in ahead.here | ahead.running
+    known = ahead.here, ahead.refused, ahead.running
+    is_late = ahead.here is not None and not any(number in ids for ids in known)
     if is_late and self.running and not self._holds_kv_blocks(request):
         return False
     ahead.running.add(number)  # others with this adapter need not wait
-    if ahead.here and number in ahead.refused:
-        ahead.here.discard(number)  # it may leave its slot: workers are asked again
+    ahead.refused.discard(number)  # it may leave its slot: workers are asked again
     return True
