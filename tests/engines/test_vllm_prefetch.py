@@ -207,9 +207,9 @@ def test_copies_are_of_factors_alone(make, hooks):
     assert len(targets) == len(set(targets))
     assert len(writes.zeros) == 2 * 6 + 2, "rank 2 in stacks of rank 8"
     full = load("test_vllm_update").adapter(3, rank=8)[0]
-    update = load(f"{HERE}.update")
+    update, store = load(f"{HERE}.update"), load(f"{HERE}.store")
     path = update.update_adapters(engine.llm, {"full": full})["full"].lora_path
-    model = update._store(engine.workers[0].model_runner.lora_manager).models[path]
+    model = store._store(engine.workers[0].model_runner.lora_manager).models[path]
     assert not model._moelora_writes.zeros
     assert all(part == () for _, part, _ in model._moelora_writes.copies)
 

@@ -93,7 +93,8 @@ def serves_products(found, every):
 
 def versions(engine):
     """That all workers have, none of which is only staged."""
-    stores = [update._store(w.model_runner.lora_manager) for w in engine.workers]
+    store_of = load(f"{HERE}.store")._store
+    stores = [store_of(w.model_runner.lora_manager) for w in engine.workers]
     assert not any(store.staged for store in stores)
     found = [sorted(p.rpartition("/")[2] for p in store.models) for store in stores]
     assert all(one == found[0] for one in found)
@@ -419,8 +420,8 @@ def test_workers_without_the_plugin_are_named(llm, monkeypatch, why):
 
 def test_an_update_costs_no_more_for_more_experts(llm, monkeypatch):
     """If it has stacks, no names of experts are looked up, and factors are checked once."""
-    looked_up, checks = [], []
-    get, check = LoRAModelManager._get_lora_layer_weights, update.first_not_finite
+    looked_up, checks, store = [], [], load(f"{HERE}.store")
+    get, check = LoRAModelManager._get_lora_layer_weights, store.first_not_finite
 
     def look_up(self, model, name):
         looked_up.append(name)
@@ -431,7 +432,7 @@ def test_an_update_costs_no_more_for_more_experts(llm, monkeypatch):
         return check(every)
 
     monkeypatch.setattr(LoRAModelManager, "_get_lora_layer_weights", look_up)
-    monkeypatch.setattr(update, "first_not_finite", counted)
+    monkeypatch.setattr(store, "first_not_finite", counted)
     update.update_adapters(llm, {"law": given(1, stacks=True)})
     assert set(looked_up) == {LINEAR, *LAYERS}
     assert set(checks) == {6 * len(LAYERS)} and len(checks) == len(llm.llm_engine.workers)

@@ -21,7 +21,7 @@ layer that is not supported runs vLLM's own path; each reason, from
 moelora's deltas. Where a first launch in a worker fails or computes something else than the CPU
 (`reason_against_device`), vLLM's own path runs both.
 
-`interface` lists what is called or replaced of vLLM. Of its LoRA managers, `update` loads adapters
+`interface` lists what is called or replaced of vLLM. Of its LoRA managers, `store` loads adapters
 from memory, `activation` writes slots, `travel` notes ids, and `prefetch` copies ahead.
 """
 

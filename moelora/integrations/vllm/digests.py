@@ -19,7 +19,7 @@ from moelora.adapters.digests import by_layer, fingerprint
 from moelora.integrations import shown
 from moelora.integrations.vllm import activation, listed
 from moelora.integrations.vllm.route import Route, reply
-from moelora.integrations.vllm.update import manager_of
+from moelora.integrations.vllm.store import manager_of
 
 PATH = "/v1/moelora/digests"
 METHOD = "moelora_digests"

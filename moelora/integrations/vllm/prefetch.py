@@ -24,7 +24,7 @@ from typing import Any
 
 from moelora.integrations import shown
 from moelora.integrations.vllm import PREFETCH, activation, say_once, wrap
-from moelora.integrations.vllm.update import is_known, manager_of
+from moelora.integrations.vllm.store import is_known, manager_of
 
 METHOD = "moelora_prefetch"
 SERVED = f"adapters are copied to slots while other requests run; {PREFETCH}=0 leaves it to vLLM"

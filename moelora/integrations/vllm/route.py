@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moelora.adapters.files import host_copy
 from moelora.integrations import shown
-from moelora.integrations.vllm import update
+from moelora.integrations.vllm import store, update
 
 PATH = "/v1/moelora/adapters"
 CHECKED = 9  # bytes that tell safetensors from others: the length of the header, and its "{"
@@ -138,8 +138,8 @@ class AdaptersRoute(Route):
         adapters = await asyncio.to_thread(unpack_adapters, body)
         served = self._models.lora_requests
         for name in adapters:
-            path = getattr(served.get(name), "lora_path", update.PREFIX)
-            if self._models.is_base_model(name) or not path.startswith(update.PREFIX):
+            path = getattr(served.get(name), "lora_path", store.PREFIX)
+            if self._models.is_base_model(name) or not path.startswith(store.PREFIX):
                 raise ValueError(f"adapter {name!r}: a model or LoRA of this name is served")
         new = await update.update_adapters_async(self._engine, adapters)
         for name, request in [*served.items()]:
