@@ -38,8 +38,7 @@ class _Store:
 
 
 def _store(manager: Any) -> _Store:
-    found: _Store = vars(manager).setdefault("_moelora", _Store())
-    return found
+    return vars(manager).setdefault("_moelora", _Store())
 
 
 def is_known(manager: Any, path: str) -> bool:
@@ -122,7 +121,7 @@ def switch(worker: Any, paths: list[str], kept: list[str]) -> str | None:
     return None
 
 
-def bring(worker: Any, paths: list[str]) -> str | None:
+def bring(worker: Any, paths: list[str]) -> None:
     """Write adapters to slots that are free, so that their first batch need not wait for it."""
     manager = manager_of(worker)
     inner = manager._adapter_manager
@@ -133,7 +132,6 @@ def bring(worker: Any, paths: list[str]) -> str | None:
         inner.add_adapter(model)
         inner.activate_adapter(model.id)
         inner._last_mapping = None  # of the slots before
-    return None
 
 
 def manager_of(worker: Any) -> Any:
