@@ -6,9 +6,11 @@ where they can be imported, and so tell if this drifts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -403,7 +405,11 @@ class PEFTHelper:
 
     @classmethod
     def from_local_dir(cls, lora_path, max_position_embeddings):
-        raise FileNotFoundError(lora_path)
+        config = json.loads(Path(lora_path, "adapter_config.json").read_text())
+        helper = cls.from_dict(config)
+        helper.rank_pattern = config.get("rank_pattern", {})
+        helper.alpha_pattern = config.get("alpha_pattern", {})
+        return helper
 
     def validate_legal(self, lora_config):
         if self.r > lora_config.max_lora_rank:

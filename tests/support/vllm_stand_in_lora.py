@@ -11,9 +11,11 @@ import json
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file
 from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, LoRAKernelMeta, PEFTHelper
 from vllm_stand_in_runner import GPUModelRunner, LoRAMapping
 
@@ -36,6 +38,25 @@ class LoRALayerWeights:
         self.scaling = 1
 
 
+class PackedLoRALayerWeights(LoRALayerWeights):
+    @classmethod
+    def pack_moe_stacked(cls, loras, module_name):
+        assert len(loras) == 3 and all(lora is not None for lora in loras)
+        sides = ([getattr(lora, side) for lora in loras] for side in ("lora_a", "lora_b"))
+        return cls(*sides, loras[0].scaling)
+
+
+def parse_fine_tuned_lora_name(name, weights_mapper=None):
+    *module, side, weight = name.removeprefix("base_model.model.").split(".")
+    if weight != "weight" or side not in ("lora_A", "lora_B"):
+        raise ValueError(f"{name} is unsupported LoRA weight")
+    return ".".join(module), side == "lora_A"
+
+
+def is_pin_memory_available():
+    return False
+
+
 class LoRAModel:
     def __init__(self, lora_model_id, rank, loras):
         self.id, self.rank, self.loras = lora_model_id, rank, loras
@@ -46,12 +67,10 @@ class LoRAModel:
     ):
         loras = {}
         for key, tensor in tensors.items():
-            *name, side, weight = key.removeprefix("base_model.model.").split(".")
-            if weight != "weight" or side not in ("lora_A", "lora_B"):
-                raise ValueError(f"{key} is unsupported LoRA weight")
+            name, is_a = parse_fine_tuned_lora_name(key, weights_mapper)
             scaling = peft_helper.lora_alpha / peft_helper.r
-            lora = loras.setdefault(".".join(name), LoRALayerWeights(None, None, scaling))
-            setattr(lora, side.lower(), tensor.to(device=device, dtype=dtype))
+            lora = loras.setdefault(name, LoRALayerWeights(None, None, scaling))
+            setattr(lora, "lora_a" if is_a else "lora_b", tensor.to(device=device, dtype=dtype))
         return cls(lora_model_id, peft_helper.r, loras)
 
     @classmethod
@@ -59,7 +78,15 @@ class LoRAModel:
         cls, lora_dir, expected_lora_modules, peft_helper, *, lora_model_id=None, device="cuda",
         dtype=None, weights_mapper=None, moe_ep_spec=None,
     ):  # fmt: skip
-        raise FileNotFoundError(f"{lora_dir} doesn't contain tensors")
+        path = Path(lora_dir, "adapter_model.safetensors")
+        if not path.is_file():
+            raise FileNotFoundError(f"{lora_dir} doesn't contain tensors")
+        tensors = load_file(path)
+        for key in tensors:
+            name = parse_fine_tuned_lora_name(key)[0].removesuffix(".base_layer").rpartition(".")[2]
+            if name not in expected_lora_modules:
+                raise ValueError(f"expected target modules but received {name}")
+        return cls.from_lora_tensors(lora_model_id, tensors, peft_helper, device, dtype)
 
 
 LORA_CONFIG = SimpleNamespace(fully_sharded_loras=False, enable_moe_shared_loras=False)
@@ -246,7 +273,7 @@ class WorkerLoRAManager:
         helper.validate_legal(self.lora_config)
         lora = self._lora_model_cls.from_local_checkpoint(
             lora_request.lora_path,
-            {"experts", "o_proj"},
+            {"experts", "o_proj", *PROJECTIONS},
             peft_helper=helper,
             lora_model_id=lora_request.lora_int_id,
             device="cpu",
@@ -487,9 +514,12 @@ def check_plain(value):
 PLACES = {
     "vllm.distributed.parallel_state": "get_dp_group get_pp_group get_tp_group",
     "vllm.lora.lora_model": "LoRAModel",
+    "vllm.lora.lora_weights": "PackedLoRALayerWeights",
     "vllm.lora.model_manager": "LoRAModelManager",
+    "vllm.lora.utils": "parse_fine_tuned_lora_name",
     "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager WorkerLoRAManager",
     "vllm.utils.cache": "LRUCache",
+    "vllm.utils.platform_utils": "is_pin_memory_available",
     "vllm.utils.torch_utils": "current_stream",
     "vllm.v1.core.sched.scheduler": "Scheduler",
     "vllm.v1.engine.core": "EngineCore",

@@ -22,7 +22,8 @@ moelora's deltas. Where a first launch in a worker fails or computes something e
 (`reason_against_device`), vLLM's own path runs both.
 
 `interface` lists what is called or replaced of vLLM. Of its LoRA managers, `store` loads adapters
-from memory, `activation` writes slots, `travel` notes ids, and `prefetch` copies ahead.
+from memory and `loading` from files, `activation` writes slots, `travel` notes ids, and `prefetch`
+copies ahead.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def _install() -> None:
         ),
         "update": (interface.UPDATES, "update_adapters is off"),
         "digests": (interface.UPDATES, "update_adapters is off"),
+        "loading": (interface.LOADING, "vLLM reads adapter files by itself"),
         "prefetch": (interface.PREFETCH, prefetch.OWN_COPIES),
         "methods": (interface.QUANTIZED, f"{OWN_PATH} for quantized layers"),
     }

@@ -132,6 +132,21 @@ UPDATES = interface("""
         fields LoRARequest lora_name lora_int_id lora_path
 """)
 
+# What reads adapter files into stacks.
+LOADING = interface("""
+    vllm.lora.worker_manager
+        replaced WorkerLoRAManager._load_adapter self lora_request
+    vllm.lora.lora_model
+        called LoRAModel.from_local_checkpoint lora_dir expected_lora_modules peft_helper
+        called LoRAModel.from_lora_tensors lora_model_id tensors peft_helper
+    vllm.lora.lora_weights
+        called PackedLoRALayerWeights.pack_moe_stacked loras module_name
+    vllm.lora.utils
+        called parse_fine_tuned_lora_name name weights_mapper
+    vllm.utils.platform_utils
+        called is_pin_memory_available
+""")
+
 # What copies adapters to slots ahead of the step that runs them.
 PREFETCH = interface("""
     vllm.lora.model_manager
