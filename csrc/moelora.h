@@ -235,7 +235,7 @@ typedef enum moelora_row_order {
  * FP8 tiles have 64 rows by 128 columns, stored as rows of 128 bytes in TMA's 128-byte swizzle:
  *
  *   values [64 rows][8] 16 bytes   chunk c, columns 16 c to 16 c + 15, of row r at c ^ (r & 7)
- *   scales [4] float32             of columns 0 to 63, of columns 64 to 127, 0, 0;
+ *   scales [32] float32            of columns 0 to 63, of columns 64 to 127, zeros;
  *                                  ROWS: [64], one per row
  *
  * Within a chunk, byte 4 q + i is column {2 q, 2 q + 1, 2 q + 8, 2 q + 9}[i]: a word loaded by

@@ -270,9 +270,15 @@ static MOELORA_CONSTEXPR int32_t moelora_tile_scale_offset(moelora_format format
              (moelora_scale_bytes(format) + (moelora_has_zeros(format) ? 1 : 0));
 }
 
-/* Returns the bytes of an FP8 tile: values, and 64 scales (of rows) or 4 (two in use). */
+/* Returns the bytes of the scales of an FP8 tile: 64 (of rows) or 4 (two in use). */
+static MOELORA_CONSTEXPR int32_t moelora_fp8_scale_bytes(moelora_format format) {
+  return (moelora_has_row_scales(format) ? 64 : 4) * 4;
+}
+
+/* Returns the bytes of an FP8 tile: values, scales, and zeros that align the next tile to 128
+ * bytes, without which bulk copies are slower. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
-  return MOELORA_FP8_TILE_VALUES + (moelora_has_row_scales(format) ? 64 : 4) * 4;
+  return MOELORA_FP8_TILE_VALUES + (moelora_fp8_scale_bytes(format) + 127) / 128 * 128;
 }
 
 static MOELORA_CONSTEXPR int32_t moelora_tile_size(moelora_format format) {

@@ -123,7 +123,7 @@ static void test_errors(void) {
   CHECK_INT(moelora_tile_bytes((moelora_format)99), 0);
   CHECK_INT(moelora_tile_bytes(MOELORA_MXFP4), 2048 + 128);
   CHECK_INT(moelora_tile_bytes(MOELORA_INT4_ZP_G32), 2048 + 256 + 128);
-  CHECK_INT(moelora_tile_bytes(MOELORA_FP8_G64), 8192 + 16);
+  CHECK_INT(moelora_tile_bytes(MOELORA_FP8_G64), 8192 + 128);
   CHECK_INT(moelora_tile_bytes(MOELORA_FP8_ROWS), 8192 + 256);
   CHECK_OK(moelora_pack_quantized(&good, &layout, MOELORA_BF16, &out, &serial));
   CHECK_INVALID(moelora_pack_quantized(&good, NULL, MOELORA_BF16, &out, &serial), "layout is NULL");

@@ -36,7 +36,7 @@ def tiles_of(given: EightBits, gate_up: str | None, row_scales: bool) -> torch.T
     experts, rows, columns = given.q.shape
     half = -(-rows // 2 // 64)
     row_tiles = -(-rows // 64) if gate_up is None else 2 * half
-    size = 64 * 128 + (64 if row_scales else 4) * 4
+    size = 64 * 128 + (64 if row_scales else 32) * 4
     data = torch.zeros(experts, row_tiles, -(-columns // 128), size, dtype=torch.uint8)
     tiles, bytes_ = data.numpy(), given.q.view(torch.uint8).numpy()
     scales, spread = tiles[..., 64 * 128 :].view("float32"), given.spread().numpy()

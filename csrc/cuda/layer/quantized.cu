@@ -262,12 +262,13 @@ __device__ __forceinline__ uint4 read_chunk(const uint8_t *from, int64_t left) {
   return v;
 }
 
-/* Writes the scales of a tile: one per half of its K extent, or one per row. */
+/* Writes what follows the values of a tile: one scale per half of its K extent, or one per row, and
+ * zeros. */
 __device__ __forceinline__ void pack_scales(const moelora_quantized_problem &p,
                                             const TileOfCta &tile, float *to) {
   const bool of_rows = moelora_has_row_scales(p.tiles.format);
   const int i = threadIdx.x;
-  if (i >= (of_rows ? kRows : 4))
+  if (i >= (moelora_fp8_tile_size(p.tiles.format) - MOELORA_FP8_TILE_VALUES) / 4)
     return;
   const int64_t k = tile.depth_tile * kColumns + (of_rows ? 0 : 64 * i);
   const int64_t n = tile.row(p.tiles, of_rows ? i : 0); // a tile's first row always exists

@@ -133,9 +133,9 @@ template <class E, class T, bool VECTORS> struct WeightLoader<E, T, VECTORS, fal
                        (thread & 127) * 16),
             (uint32_t)(scales + lane_offset),
             tile_of_scales() < E::TILES &&
-                SCALES_AT + lane_offset < (E::Format::IS_FP8
-                                               ? moelora_fp8_tile_size(g.weights.w.format)
-                                               : moelora_tile_size(g.weights.w.format))};
+                lane_offset < (E::Format::IS_FP8
+                                   ? moelora_fp8_scale_bytes(g.weights.w.format)
+                                   : moelora_tile_size(g.weights.w.format) - SCALES_AT)};
   }
 
   /* Copies values to `stage`, or scales to `slot`. */

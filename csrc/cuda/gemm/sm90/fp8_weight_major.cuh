@@ -58,11 +58,14 @@ __device__ __forceinline__ uint32_t uniform_stage(const SharedMemory<S> &smem,
 /* Producer of the weights of a k step and their scales. Each CTA of a cluster loads a share of the
  * m64 tiles and multicasts it. */
 template <class S> struct Fp8Loads : WeightTiles<S> {
+  static __device__ __forceinline__ uint32_t bytes(const moelora_gemm_launch &g, const Tile &) {
+    return S::TILES * (kM64Bytes + moelora_fp8_scale_bytes(g.weights.w.format));
+  }
   __device__ __forceinline__ void load(const CUtensorMap *, const moelora_gemm_launch &g,
                                        const Tile &, int, const SharedMemory<S> &smem,
                                        const GemmPipeline<S> &pipeline, uint64_t policy) {
     const int first = this->first(), stage = pipeline.stage;
-    const uint32_t scales = S::Format::tile_bytes(g.weights.w.format) - MOELORA_FP8_TILE_VALUES;
+    const uint32_t scales = moelora_fp8_scale_bytes(g.weights.w.format);
 #pragma unroll
     for (int i = 0; i < WeightTiles<S>::SHARE; i++) {
       const char *gW = this->gW[i];
