@@ -108,6 +108,10 @@ FORMS = {
     ),
     "a factor without the other": lambda t: without(t, f"{UP}.lora_B.weight"),
     "two ranks": lambda t: t | {f"{UP}.lora_A.weight": torch.ones(1, 16)},
+    "a stack beside its experts": lambda t: (
+        t
+        | {f"base_model.model.{LAYERS[1]}.lora_{side}.weight": torch.ones(16, 16) for side in "AB"}
+    ),
     "an unknown module": lambda t: t | {"base_model.model.head.lora_A.weight": torch.ones(1, 16)},
     "integers": lambda t: t | {f"{UP}.lora_A.weight": torch.ones(2, 16, dtype=torch.int32)},
     "a factor twice": lambda t: (

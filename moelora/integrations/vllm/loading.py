@@ -109,9 +109,12 @@ def _layers(manager: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _places(manager: Any, layers: dict[str, list[str]]) -> dict[str, tuple[str, int, int]]:
-    """Of each module: its stack, named for the first expert's; its place there; their number."""
-    every = [*manager.modules, *itertools.chain(*manager.packed_modules.values())]
-    places = {name: (name, 0, 1) for name in every}
+    """Of each module: its stack, named for the first expert's; its place there; their number.
+
+    A packed module has none: vLLM takes factors of its parts alone.
+    """
+    places = {name: (name, 0, 1) for name in manager.modules if name not in manager.packed_modules}
+    places |= {name: (name, 0, 1) for name in itertools.chain(*manager.packed_modules.values())}
     for names in layers.values():
         places |= {n: (names[i % 3], i // 3, len(names) // 3) for i, n in enumerate(names)}
     return places
