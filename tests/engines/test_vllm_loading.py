@@ -74,6 +74,20 @@ def test_experts_are_stacks_before_vllm_merges(worker, folder, monkeypatch):
     assert all(len(factor) == E and factor.is_pinned() == pinned for factor in factors)
 
 
+@pytest.mark.parametrize("most", [1 << 10, 7])
+def test_reads_that_return_less(worker, folder, calls, monkeypatch, most):
+    def preadv(descriptor, buffers, offset, preadv=os.preadv):
+        part, left = [], most
+        for buffer in buffers:
+            part.append(buffer[:left])
+            left -= len(part[-1])
+        return preadv(descriptor, part, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    serves([worker.serve(request(folder(*given(1))))], 1)
+    assert calls == []
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, contextlib.nullcontext])
 def test_under_inference_mode_or_not(worker, folder, calls, mode):
     with mode():

@@ -181,9 +181,16 @@ def _read(
 
         def read(first: int) -> None:
             last = min(first + FACTORS, len(buffers))
-            count = os.preadv(file.fileno(), buffers[first:last], offsets[first])
-            if count != offsets[last] - offsets[first]:
-                raise OSError(f"{path} ends early")
+            at, left = offsets[first], buffers[first:last]
+            while at < offsets[last]:  # Linux reads 2 GiB at most, some file systems less
+                count = os.preadv(file.fileno(), left, at)
+                if count == 0:
+                    raise OSError(f"{path} ends early")
+                at += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][count:]
 
         list(pool.map(read, range(0, len(buffers), FACTORS)))
     return tensors
