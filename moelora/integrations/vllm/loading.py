@@ -8,7 +8,7 @@ Here a file is read once, into what vLLM would have after it merged the adapter:
                each factor of another module
     read       `preadv` scatters consecutive factors of the file into their places, in threads
 
-vLLM reads other adapters by itself, those that it refuses, and one of which this fails.
+vLLM itself reads adapters of another form, those that it refuses, and any that fails here.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ def _layers(manager: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _places(manager: Any, layers: dict[str, list[str]]) -> dict[str, tuple[str, int, int]]:
-    """Of each module: its stack, named for the first expert's; its place there; their number.
+    """By module: the name of its stack, which is that of the first expert; its index in the stack;
+    the length of the stack.
 
-    A packed module has none: vLLM takes factors of its parts alone.
+    Packed modules are left out: vLLM takes factors of their parts alone.
     """
     places = {name: (name, 0, 1) for name in manager.modules if name not in manager.packed_modules}
     places |= {name: (name, 0, 1) for name in itertools.chain(*manager.packed_modules.values())}
@@ -197,5 +198,5 @@ def _read(
 
 
 def _scale(lora: Any) -> None:
-    with torch.inference_mode():  # of this thread, as vLLM's may be
+    with torch.inference_mode():  # a thread starts outside, where such tensors cannot be changed
         lora.optimize()
