@@ -144,6 +144,15 @@ def test_other_forms_are_vllms(worker, folder, calls, form, lines):
     assert calls == [str(path)] and not any(OWN in line for line in lines)
 
 
+def test_nothing_is_allocated_if_vllm_reads_a_module(worker, folder, monkeypatch, lines):
+    config, tensors = given(1)
+    last = {"base_model.model.tail.lora_A.weight": torch.ones(1, 16)}
+    monkeypatch.setattr(loading, "_Stack", None)
+    with pytest.raises(ValueError, match="expected target modules"):
+        worker.serve(request(folder(config, tensors | last)))
+    assert not any(OWN in line for line in lines)
+
+
 def test_patterns_and_peft_stacks_are_vllms(worker, folder, calls):
     config, tensors = given(1)
     serves([worker.serve(request(folder(config | {"alpha_pattern": {"x": 8}}, tensors)))], 1)

@@ -155,10 +155,13 @@ def _read(
         # By its descriptor: a new file that takes the place of this one may have other offsets.
         with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
             factors = {key: opened.get_slice(key) for key in opened.offset_keys()}
+        names = {key: parse_fine_tuned_lora_name(key, weights_mapper) for key in factors}
+        if any(module not in places for module, _ in names.values()):
+            return None  # before anything is pinned
         for key, factor in factors.items():
-            module, is_a = parse_fine_tuned_lora_name(key, weights_mapper)
+            module, is_a = names[key]
             shape, kind = factor.get_shape(), DTYPES.get(factor.get_dtype())
-            if module not in places or kind is None:
+            if kind is None:
                 return None
             name, place, number = places[module]
             if (name, is_a) not in stacks:
