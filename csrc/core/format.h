@@ -276,7 +276,7 @@ static MOELORA_CONSTEXPR int32_t moelora_fp8_scale_bytes(moelora_format format) 
 }
 
 /* Returns the bytes of an FP8 tile: values, scales, and zeros that align the next tile to 128
- * bytes, without which bulk copies are slower. */
+ * bytes. Bulk copies from other addresses are slower. */
 static MOELORA_CONSTEXPR int32_t moelora_fp8_tile_size(moelora_format format) {
   return MOELORA_FP8_TILE_VALUES + (moelora_fp8_scale_bytes(format) + 127) / 128 * 128;
 }

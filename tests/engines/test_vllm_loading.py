@@ -127,6 +127,7 @@ FORMS = {
         | {f"base_model.model.{LAYERS[1]}.lora_{side}.weight": torch.ones(16, 16) for side in "AB"}
     ),
     "an unknown module": lambda t: t | {"base_model.model.head.lora_A.weight": torch.ones(1, 16)},
+    "no factor": lambda t: t | {"base_model.model.embed.base_layer.weight": torch.ones(2, 16)},
     "integers": lambda t: t | {f"{UP}.lora_A.weight": torch.ones(2, 16, dtype=torch.int32)},
     "a factor twice": lambda t: (
         t | {f"{UP.removeprefix('base_model.model.')}.lora_A.weight": torch.ones(2, 16)}

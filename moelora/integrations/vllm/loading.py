@@ -155,7 +155,10 @@ def _read(
         # By its descriptor: a new file that takes the place of this one may have other offsets.
         with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
             factors = {key: opened.get_slice(key) for key in opened.offset_keys()}
-        names = {key: parse_fine_tuned_lora_name(key, weights_mapper) for key in factors}
+        try:
+            names = {key: parse_fine_tuned_lora_name(key, weights_mapper) for key in factors}
+        except ValueError:  # not a factor: vLLM passes it over, or refuses it
+            return None
         if any(module not in places for module, _ in names.values()):
             return None  # before anything is pinned
         for key, factor in factors.items():
