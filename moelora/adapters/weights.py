@@ -25,7 +25,7 @@ from moelora.adapters.torch_file import read_torch_file
 STEM = "adapter_model"
 ENDINGS = (".safetensors", ".bin")
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of safetensors
 
 Weights: TypeAlias = Mapping[str, Stored]
 
@@ -79,7 +79,7 @@ def _safetensors(path: Path, opened: ExitStack) -> Weights:
         return {
             key: Stored(
                 tuple(one.get_shape()),
-                _DTYPES.get(one.get_dtype(), one.get_dtype()),
+                DTYPES.get(one.get_dtype(), one.get_dtype()),
                 partial(read, key),
             )
             for key, one in slices.items()

@@ -16,20 +16,21 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelora.adapters.weights import DTYPES, STEM
 from moelora.integrations import shown
 from moelora.integrations.vllm import say_once, wrap
 
-FILE = "adapter_model.safetensors"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FILE = f"{STEM}.safetensors"
 THREADS = 4  # that copy from the page cache
 FACTORS = 512  # that one `preadv` reads: Linux takes 1024
 
@@ -83,20 +84,18 @@ def _load(
     if any(more) or any(patterns) or str(device) != "cpu":
         return None
     layers = dict(_layers(manager))
-    with ThreadPoolExecutor(THREADS) as pool:
-        places = _places(manager, layers)
-        tensors = _read(path, places, dtype, named.get("weights_mapper"), pool)
-        if tensors is None:
-            return None
-        named = {name: value for name, value in named.items() if name in taken}
-        model = LoRAModel.from_lora_tensors(
-            tensors=tensors, peft_helper=peft_helper, device=device, dtype=dtype, **named
-        )
-        for layer, names in layers.items():
-            loras = [model.loras.pop(name, None) for name in names[:3]]
-            if any(loras):
-                model.loras[layer] = PackedLoRALayerWeights.pack_moe_stacked(loras, layer)
-        list(pool.map(_scale, model.loras.values()))
+    tensors = _read(path, _places(manager, layers), dtype, named.get("weights_mapper"))
+    if tensors is None:
+        return None
+    named = {name: value for name, value in named.items() if name in taken}
+    model = LoRAModel.from_lora_tensors(
+        tensors=tensors, peft_helper=peft_helper, device=device, dtype=dtype, **named
+    )
+    for layer, names in layers.items():
+        loras = [model.loras.pop(name, None) for name in names[:3]]
+        if any(loras):
+            model.loras[layer] = PackedLoRALayerWeights.pack_moe_stacked(loras, layer)
+    _in_threads(_scale, model.loras.values())
     return model
 
 
@@ -136,14 +135,24 @@ class _Stack:
 
 
 def _read(
-    path: str,
-    places: dict[str, tuple[str, int, int]],
-    dtype: torch.dtype,
-    weights_mapper: Any,
-    pool: ThreadPoolExecutor,
+    path: str, places: dict[str, tuple[str, int, int]], dtype: torch.dtype, weights_mapper: Any
 ) -> dict[str, Tensor] | None:
-    """Stacks and factors by name; None if a factor has no place or no other side, a stack is not
-    full, or there is none."""
+    """What `_allocated` has for a file, filled."""
+    with open(path, "rb", buffering=0) as file:
+        allocated = _allocated(file, places, dtype, weights_mapper)
+        if allocated is None:
+            return None
+        tensors, buffers = allocated
+        _fill(file, buffers)
+    return tensors
+
+
+def _allocated(
+    file: FileIO, places: dict[str, tuple[str, int, int]], dtype: torch.dtype, weights_mapper: Any
+) -> tuple[dict[str, Tensor], list[memoryview]] | None:
+    """Stacks and factors, by the name of their first factor, and what each factor fills of them, in
+    the order of the file; None if a factor has no place or no other side, a stack is not full, or
+    there is none."""
     from safetensors import safe_open
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.utils.platform_utils import is_pin_memory_available
@@ -151,58 +160,67 @@ def _read(
     pin = is_pin_memory_available()
     stacks: dict[tuple[str, bool], _Stack] = {}
     tensors, buffers = {}, []
-    with open(path, "rb", buffering=0) as file:
-        # By its descriptor: a new file that takes the place of this one may have other offsets.
-        with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
-            factors = {key: opened.get_slice(key) for key in opened.offset_keys()}
-        try:
-            names = {key: parse_fine_tuned_lora_name(key, weights_mapper) for key in factors}
-        except ValueError:  # not a factor: vLLM passes it over, or refuses it
+    # By its descriptor: a new file that takes the place of this one may have other offsets.
+    with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
+        factors = {key: opened.get_slice(key) for key in opened.offset_keys()}
+    try:
+        names = {key: parse_fine_tuned_lora_name(key, weights_mapper) for key in factors}
+    except ValueError:  # not a factor: vLLM passes it over, or refuses it
+        return None
+    if any(module not in places for module, _ in names.values()):
+        return None  # before anything is pinned
+    for key, factor in factors.items():
+        module, is_a = names[key]
+        shape, kind = factor.get_shape(), DTYPES.get(factor.get_dtype())
+        if kind is None:
             return None
-        if any(module not in places for module, _ in names.values()):
-            return None  # before anything is pinned
-        for key, factor in factors.items():
-            module, is_a = names[key]
-            shape, kind = factor.get_shape(), DTYPES.get(factor.get_dtype())
-            if kind is None:
-                return None
-            name, place, number = places[module]
-            if (name, is_a) not in stacks:
-                pinned = pin and kind == dtype  # vLLM converts others
-                stacks[name, is_a] = _Stack(
-                    torch.empty(number, *shape, dtype=kind, device="cpu", pin_memory=pinned)
-                )
-            stack = stacks[name, is_a]
-            tensor, filled = stack.tensor, stack.filled
-            if [*tensor.shape[1:]] != shape or tensor.dtype != kind or place in filled:
-                return None
-            if place == 0:
-                tensors[key] = tensor if number > 1 else tensor[0]
-            buffers.append(stack.take(place))
-        full = all(len(stack.filled) == len(stack.tensor) for stack in stacks.values())
-        paired = all((name, not is_a) in stacks for name, is_a in stacks)
-        if not (full and paired and any(len(stack.tensor) > 1 for stack in stacks.values())):
+        name, place, number = places[module]
+        if (name, is_a) not in stacks:
+            pinned = pin and kind == dtype  # vLLM converts others
+            stacks[name, is_a] = _Stack(
+                torch.empty(number, *shape, dtype=kind, device="cpu", pin_memory=pinned)
+            )
+        stack = stacks[name, is_a]
+        tensor, filled = stack.tensor, stack.filled
+        if [*tensor.shape[1:]] != shape or tensor.dtype != kind or place in filled:
             return None
-        start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-        offsets = [*itertools.accumulate(map(len, buffers), initial=start)]
+        if place == 0:
+            tensors[key] = tensor if number > 1 else tensor[0]
+        buffers.append(stack.take(place))
+    full = all(len(stack.filled) == len(stack.tensor) for stack in stacks.values())
+    paired = all((name, not is_a) in stacks for name, is_a in stacks)
+    if not (full and paired and any(len(stack.tensor) > 1 for stack in stacks.values())):
+        return None
+    return tensors, buffers
 
-        def read(first: int) -> None:
-            last = min(first + FACTORS, len(buffers))
-            at, left = offsets[first], buffers[first:last]
-            while at < offsets[last]:  # Linux reads 2 GiB at most, some file systems less
-                count = os.preadv(file.fileno(), left, at)
-                if count == 0:
-                    raise OSError(f"{path} ends early")
-                at += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
 
-        list(pool.map(read, range(0, len(buffers), FACTORS)))
-    return tensors
+def _fill(file: FileIO, buffers: list[memoryview]) -> None:
+    """Read what follows the header of a safetensors file into buffers."""
+    start = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    offsets = [*itertools.accumulate(map(len, buffers), initial=start)]
+
+    def read(first: int) -> None:
+        last = min(first + FACTORS, len(buffers))
+        at, left = offsets[first], buffers[first:last]
+        while at < offsets[last]:  # Linux reads 2 GiB at most, some file systems less
+            count = os.preadv(file.fileno(), left, at)
+            if count == 0:
+                raise OSError(f"{file.name} ends early")
+            at += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+
+    _in_threads(read, range(0, len(buffers), FACTORS))
 
 
 def _scale(lora: Any) -> None:
     with torch.inference_mode():  # a thread starts outside, where such tensors cannot be changed
         lora.optimize()
+
+
+def _in_threads(function: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Call a function with each item; after an error, too, no call goes on."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(function, items))
