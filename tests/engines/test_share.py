@@ -10,7 +10,7 @@ from small_models import config
 from transformers import AutoModelForCausalLM
 from vllm_layer import Layer
 from vllm_quantized import FP8, KINDS, Routed, quantized_layer
-from vllm_stand_in_lora import LLMEngine
+from vllm_stand_in_engine import LLMEngine
 
 import moelora.integrations.transformers as mt
 from moelora.training import LoraSlot, set_adapters

@@ -12,7 +12,8 @@ from small_models import config
 from stand_in import modules
 from test_vllm_update import serves_products, vllm_update  # noqa: F401
 from transformers import AutoModelForCausalLM
-from vllm_stand_in_lora import LINEAR, PROJECTIONS, E, I, K, LLMEngine
+from vllm_stand_in_engine import LLMEngine
+from vllm_stand_in_lora import LINEAR, PROJECTIONS, E, I, K
 
 from moelora.integrations.peft import engine_tensors
 

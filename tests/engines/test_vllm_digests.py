@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from test_vllm_update import adapter, given
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LAYERS, LINEAR, LLM, E, I, K
+from vllm_stand_in_engine import LLM
+from vllm_stand_in_lora import LAYERS, LINEAR, E, I, K
 
 from moelora.adapters.config import LoraConfig
 from moelora.adapters.digests import by_layer, fingerprint

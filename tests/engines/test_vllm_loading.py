@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_vllm_update import given, serves
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LAYERS, LINEAR, LLM, E
+from vllm_stand_in_engine import LLM
+from vllm_stand_in_lora import LAYERS, LINEAR, E
 
 pytest_plugins = ["vllm_fixtures"]
 UP = f"base_model.model.{LAYERS[1]}.{E - 1}.up_proj"

@@ -11,7 +11,7 @@ import torch
 from stand_in import entry_point
 from test_vllm_update import BAD, given, serves, shared, versions, vllm_update  # noqa: F401
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LLM
+from vllm_stand_in_engine import LLM
 
 pytest_plugins = ["vllm_fixtures"]
 

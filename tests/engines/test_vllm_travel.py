@@ -9,7 +9,8 @@ import vllm_stand_in
 from cases import Spec
 from test_vllm_update import given
 from vllm_layer import HERE, Layer, load
-from vllm_stand_in_lora import LLM, LoRAModelManager, WorkerLoRAManager
+from vllm_stand_in_engine import LLM
+from vllm_stand_in_lora import LoRAModelManager, WorkerLoRAManager
 from vllm_stand_in_runner import GPUModelRunner, GPUModelRunnerV1
 
 from moelora import fused_experts_lora

@@ -17,7 +17,8 @@ import torch
 from checks import freed
 from conftest import DEVICES
 from vllm_layer import HERE, load
-from vllm_stand_in_lora import LAYERS, LINEAR, LLM, PROJECTIONS, E, I, K, LoRAModelManager, R
+from vllm_stand_in_engine import LLM
+from vllm_stand_in_lora import LAYERS, LINEAR, PROJECTIONS, E, I, K, LoRAModelManager, R
 
 pytest_plugins = ["vllm_fixtures"]
 SCALING = 4.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import vllm_stand_in
-import vllm_stand_in_lora
+import vllm_stand_in_engine
 from cases import Problem, Spec
 from conftest import DEVICES
 from stand_in import modules
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc):
 
 
 def has_engine(module):
-    engines = vllm_stand_in_lora.LLM, vllm_stand_in_lora.LLMEngine
+    engines = vllm_stand_in_engine.LLM, vllm_stand_in_engine.LLMEngine
     return any(value in engines for value in vars(module).values() if isinstance(value, type))
 
 

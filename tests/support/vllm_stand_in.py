@@ -475,6 +475,7 @@ def platform(cuda: bool = True, capability: int = 90, card: str = "NVIDIA H200")
 
 def contents(version: str) -> dict[str, dict[str, object]]:
     """What is in which module of a release."""
+    import vllm_stand_in_engine
     import vllm_stand_in_lora
     import vllm_stand_in_runner
     from vllm_stand_in_methods import places
@@ -485,6 +486,7 @@ def contents(version: str) -> dict[str, dict[str, object]]:
         "vllm.model_executor.utils": {},
         "vllm.platforms": {"current_platform": platform()},
     }
-    adapters = chosen(vllm_stand_in_lora.PLACES, vars(vllm_stand_in_lora))
-    adapters |= chosen(vllm_stand_in_runner.PLACES, vars(vllm_stand_in_runner))
-    return chosen(PLACES, globals()) | adapters | places(version) | others
+    found = chosen(PLACES, globals())
+    for part in (vllm_stand_in_engine, vllm_stand_in_lora, vllm_stand_in_runner):
+        found |= chosen(part.PLACES, vars(part))
+    return found | places(version) | others

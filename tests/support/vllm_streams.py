@@ -7,7 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 
 from test_vllm_update import given, serves
-from vllm_stand_in_lora import LLM, EngineCore, Executor, Scheduler
+from vllm_stand_in_engine import LLM, EngineCore, Executor, Scheduler
 
 ON = 1 << 20  # operations: all that can be done
 
