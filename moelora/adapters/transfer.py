@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,17 +29,18 @@ class Arrival:
 
     def __init__(
         self,
-        layers: Mapping[str, tuple[torch.device, torch.cuda.Event]],
+        layers: Mapping[Any, tuple[torch.device, torch.cuda.Event]],
         last: Mapping[torch.device, torch.cuda.Event],
         portions: Sequence[tuple[torch.cuda.Event, int]],
     ) -> None:
         self._layers = layers
         self._last = last
         self._begun = time.monotonic()
+        self._portions = portions
         self._left = list(portions)
         self._copied = 0
 
-    def wait(self, layer: str | None = None) -> None:
+    def wait(self, layer: Any = None) -> None:
         """Make the current streams wait for one layer, or for all.
 
         A capture is not made to wait: what is captured runs later, after a wait outside of it.
@@ -52,6 +54,13 @@ class Arrival:
             device, event = self._layers[layer]
             torch.cuda.current_stream(device).wait_event(event)
 
+    def wait_up_to(self, layer: int) -> None:
+        """Make the current streams wait for the layers up to one, where layers are numbers in the
+        order of their copies."""
+        before = [number for number in self._layers if number <= layer]
+        if before:
+            self.wait(before[-1])
+
     def done(self) -> bool:
         """Whether all copies are complete; False during a capture, which must not ask."""
         return not is_capturing() and all(event.query() for event in self._last.values())
@@ -64,14 +73,25 @@ class Arrival:
         """
         if is_capturing():
             return math.inf
-        while self._left and self._left[0][0].query():
-            self._copied += self._left.pop(0)[1]
+        left = self.bytes_left()
         if not self._left:
             return 0.0
         if not self._copied:
             return math.inf
-        left = sum(nbytes for _, nbytes in self._left)
         return (time.monotonic() - self._begun) * left / self._copied
+
+    def bytes_left(self) -> int:
+        """Of portions that are not complete."""
+        while self._left and self._left[0][0].query():
+            self._copied += self._left.pop(0)[1]
+        return sum(nbytes for _, nbytes in self._left)
+
+    def rate(self) -> float:
+        """Bytes in a second, on the GPU's clock, from the end of the first portion to that of the
+        last one, where all copies are complete and their events are timed; 0.0 if none is known."""
+        (first, _), *others = self._portions
+        seconds = first.elapsed_time(others[-1][0]) / 1000 if others else 0.0
+        return sum(nbytes for _, nbytes in others) / seconds if seconds > 0 else 0.0
 
     def synchronize(self) -> None:
         """Make the host wait for all copies."""
@@ -114,22 +134,36 @@ class Streams:
     ) -> torch.cuda.Event | None:
         """Run `copy` on the stream of copies of `device`, which waits for `after`; the event after
         it, None on a CPU."""
+        events = self.run_each(device, [copy], after)
+        return events[0] if events else None
+
+    def run_each(
+        self,
+        device: torch.device,
+        copies: Iterable[Callable[[], None]],
+        after: torch.cuda.Event | None = None,
+        timed: bool = False,
+    ) -> list[torch.cuda.Event]:
+        """Run `copies` as `run` does, one after the other; the event after each, none on a CPU."""
+        events: list[torch.cuda.Event] = []
         if device.type != "cuda":
-            copy()
-            return None
+            for copy in copies:
+                copy()
+            return events
         here, before = torch.cuda.current_stream(), torch.cuda.current_stream(device)
         # Not torch.cuda.stream(): an interrupt as it begins would leave the stream current.
         try:
             torch.cuda.set_stream(self._of(device))
             if after is not None:
                 self._of(device).wait_event(after)
-            copy()
-            event = torch.cuda.Event()
-            event.record()
+            for copy in copies:
+                copy()
+                event = torch.cuda.Event(enable_timing=timed)
+                events.append(self._of(device).record_event(event))
         finally:
             torch.cuda.set_stream(before)
             torch.cuda.set_stream(here)
-        return event
+        return events
 
     def _of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side:

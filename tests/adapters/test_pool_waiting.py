@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,28 @@ def test_layers_are_waited_for_one_by_one(tmp_path):
         assert pool.ready("b") and mapping.tolist() == [slot, -1]
         assert torch.equal(factors, pool.layer(LAYERS[0].name)["w2_lora_b"][slot])
     check(pool, "b", made[1][1], 2.0)
+
+
+def test_layers_are_waited_for_up_to_a_number(monkeypatch):
+    waited = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(transfer, "is_capturing", lambda: False)
+    arrival = transfer.Arrival({n: ("a GPU", f"event {n}") for n in (-1, 0, 2)}, {}, ())
+    for layer in (-2, -1, 0, 1, 2, 3):
+        arrival.wait_up_to(layer)
+    assert waited == [f"event {n}" for n in (-1, 0, 0, 2, 2)]
+
+
+def test_the_rate_of_copies_is_that_of_their_events():
+    def event(end, done=True):
+        elapsed = lambda other: other.end - end  # noqa: E731
+        return SimpleNamespace(end=end, query=lambda: done, elapsed_time=elapsed)
+
+    portions = [(event(5.0), 7), (event(6.0), 100), (event(9.0), 200)]
+    last = {"a GPU": portions[-1][0]}
+    arrival = transfer.Arrival({}, last, portions)
+    assert arrival.rate() == pytest.approx(300 / 4e-3) and arrival.bytes_left() == 0
+    portions[1:] = [(event(6.0, False), 100), (event(9.0, False), 200)]
+    assert transfer.Arrival({}, last, portions).bytes_left() == 300
+    assert transfer.Arrival({}, last, portions[:1]).rate() == 0

@@ -84,7 +84,9 @@ def asked(server, tmp_path, seed=1, change=None, name="law", **options):
 
 def test_a_server_that_holds_what_the_folder_has(server, tmp_path):
     lines, same = asked(server, tmp_path)
-    assert same and lines == [f"{server}: law (slot 0, 0; 2 layers) holds what the folder has"]
+    assert same and lines == [
+        f"{server}: law (slot 0, 0; {len(LAYERS)} layers) holds what the folder has"
+    ]
 
 
 def exchange(one, other):
@@ -102,11 +104,11 @@ def one_number(tensors):
 
 
 DIFFERENT = {
-    "another version": ({"seed": 2}, "01"),
+    "another version": ({"seed": 2}, "0123"),
     "one number": ({"change": one_number}, "1"),
     "experts": ({"change": exchange("1.mlp.experts.2.", "1.mlp.experts.3.")}, "1"),
     "gate and up": ({"change": exchange("0.mlp.experts.1.gate", "0.mlp.experts.1.up")}, "0"),
-    "the scaling": ({"lora_alpha": 1}, "01"),
+    "the scaling": ({"lora_alpha": 1}, "0123"),
 }
 
 

@@ -139,19 +139,19 @@ def test_an_adapter_without_some_modules_clears_them(make):
 
 def test_a_copy_that_fails_leaves_no_adapter_and_comes_again(make, streams, hooks, monkeypatch):
     engine = make("abc", slots=2)
-    run = streams.run
+    run_each = streams.run_each
 
-    def fail(device, copy, after=None):
+    def fail(device, copies, after=None, timed=False):
         raise RuntimeError("no memory")
 
     running = engine.add("a")
     engine.step()
-    monkeypatch.setattr(streams, "run", fail, raising=False)
+    monkeypatch.setattr(streams, "run_each", fail, raising=False)
     engine.add("c")
     with pytest.raises(RuntimeError, match="no memory"):
         engine.step()  # not by the copy ahead, by the step that runs it
     assert sorted(map(str, engine.here())) == ["None", "a"]
-    monkeypatch.setattr(streams, "run", run, raising=False)
+    monkeypatch.setattr(streams, "run_each", run_each, raising=False)
     engine.step()
     streams.advance("compute", "copies", "compute")
     assert sorted(map(str, engine.here())) == ["a", "c"]
@@ -203,15 +203,16 @@ def test_copies_are_of_factors_alone(make, hooks):
     engine = make("a", slots=1)
     model = next(iter(engine.inner()._registered_adapters.values()))
     writes = model._moelora_writes
-    targets = [id(stack) for stack, *_ in writes.copies]
+    targets = [id(stack) for copies in writes.copies.values() for stack, *_ in copies]
     assert len(targets) == len(set(targets))
-    assert len(writes.zeros) == 2 * 6 + 2, "rank 2 in stacks of rank 8"
+    assert len(writes.zeros) == 6 * len(LAYERS) + 2, "rank 2 in stacks of rank 8"
     full = load("test_vllm_update").adapter(3, rank=8)[0]
     update, store = load(f"{HERE}.update"), load(f"{HERE}.store")
     path = update.update_adapters(engine.llm, {"full": full})["full"].lora_path
     model = store._store(engine.workers[0].model_runner.lora_manager).models[path]
     assert not model._moelora_writes.zeros
-    assert all(part == () for _, part, _ in model._moelora_writes.copies)
+    for copies in model._moelora_writes.copies.values():
+        assert all(part == () for _, part, _ in copies)
 
 
 def test_what_cannot_be_recorded_is_written_by_vllm(make, streams, hooks, monkeypatch):
@@ -231,18 +232,18 @@ def test_what_cannot_be_recorded_is_written_by_vllm(make, streams, hooks, monkey
 @pytest.mark.gpu
 @needs_gpu
 def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch):
-    do = hooks.Writes.do
+    copy = hooks._copy
 
-    def slowly(self, slot):
-        torch.cuda._sleep(1_000_000_000)  # half a second, on the stream of copies
-        do(self, slot)
+    def slowly(copies, slot):
+        torch.cuda._sleep(250_000_000)  # an eighth of a second, on the stream of copies
+        copy(copies, slot)
 
     engine = Engine(load(f"{HERE}.update"), "abc", slots=2, device="cuda")
     torch.cuda.synchronize()
     (worker,) = engine.workers
     found = engine.read
     worker.launch = lambda request, slot: found.append((request.name, worker.products(slot)))
-    monkeypatch.setattr(hooks.Writes, "do", slowly)
+    monkeypatch.setattr(hooks, "_copy", slowly)
     state = hooks.activations(engine.inner())
     first, second = engine.add(engine.here()[0]), engine.here()[1]
     new = next(name for name in "abc" if name not in engine.here())
@@ -259,7 +260,7 @@ def test_a_copy_on_its_way_neither_delays_nor_spoils_a_batch(hooks, monkeypatch)
     assert len(found) == 5
     engine.check()
     # A batch that still reads a slot when another adapter is copied to it.
-    monkeypatch.setattr(hooks.Writes, "do", do)
+    monkeypatch.setattr(hooks, "_copy", copy)
     engine.finish(added)
     engine.add(new), engine.step()
     torch.cuda._sleep(1_000_000_000)

@@ -13,15 +13,17 @@ from types import SimpleNamespace
 
 import torch
 from vllm_stand_in_lora import LINEAR, LRUCacheWorkerLoRAManager, R
-from vllm_stand_in_runner import GPUModelRunner, LoRAMapping
+from vllm_stand_in_runner import CompilationConfig, GPUModelRunner, LoRAMapping
 
 
 class Worker:
     device = torch.device("cuda", 0)
+    use_v2_model_runner = True
 
     def __init__(self, lora_config):
         manager = LRUCacheWorkerLoRAManager(lora_config)
         self.model_runner = GPUModelRunner(lora_config, manager)
+        self.vllm_config = SimpleNamespace(compilation_config=CompilationConfig())
 
     def execute_dummy_batch(self):
         self.model_runner._dummy_run(1, uniform_decode=True)
@@ -31,6 +33,11 @@ class Worker:
 
     def add_lora(self, lora_request):
         return self.model_runner.lora_manager.add_adapter(lora_request)
+
+    def forward(self, rows):
+        """A batch of requests and their slots, whose layers are launched unseen."""
+        for request, slot in rows:
+            self.launch(request, slot)
 
     def serve(self, request):
         """Products B A of all modules in the slot of a request, as a step reads them."""
@@ -117,9 +124,9 @@ class Executor:
             manager = worker.model_runner.lora_manager
             manager.set_active_adapters([*loras.values()], LoRAMapping((), ()))
             slots = manager._adapter_manager.lora_index_to_id
-            for request in requests:
-                if request.lora_request:
-                    worker.launch(request, slots.index(request.lora_request.lora_int_id))
+            worker.forward(
+                [(r, slots.index(r.lora_request.lora_int_id)) for r in requests if r.lora_request]
+            )
         self.reply()
 
 

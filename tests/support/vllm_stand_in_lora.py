@@ -1,7 +1,7 @@
 """How vLLM 0.33 keeps adapters, as far as `update_adapters` meets it: on each rank.
 
-Names, signatures and order of calls are those of vLLM's sources; two layers of experts (2D) and one
-linear layer stand for a model.
+Names, signatures and order of calls are those of vLLM's sources; four layers of experts (2D) and
+one linear layer stand for a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from vllm_stand_in import BaseLinearLayerWithLoRA, FusedMoEWithLoRA, LoRAKernelMeta, PEFTHelper
 
 E, K, I, R = 4, 16, 8, 8  # noqa: E741
-LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(2)]
+LAYERS = [f"model.layers.{n}.mlp.experts" for n in range(4)]
 LINEAR = "model.layers.0.self_attn.o_proj"
 PROJECTIONS = {"gate_proj": (K, I), "down_proj": (I, K), "up_proj": (K, I)}  # w1, w2, w3
 

@@ -1,4 +1,4 @@
-"""How vLLM 0.33's workers run batches of no request, as far as adapters are concerned.
+"""How vLLM 0.33's workers run batches, as far as adapters are concerned.
 
 Names, signatures and order of calls are those of vLLM's sources.
 """
@@ -109,6 +109,32 @@ class GPUModelRunner(LoRAModelRunnerMixin):
                     self.execute_model()
 
 
+class CompilationConfig:
+    splitting_ops = ("vllm::unified_attention_with_output",)
+
+    def splitting_ops_contain_attention(self):
+        return "vllm::unified_attention_with_output" in self.splitting_ops
+
+
+class CudaGraphManager:
+    def __init__(self, graphs):
+        self.graphs = graphs
+
+    def run_fullgraph(self, desc):
+        self.graphs[desc].replay()
+
+
+class Attention:
+    pass
+
+
+LAYER = Attention()
+
+
+def get_attention_context(layer_name):
+    return None, LAYER, None, None
+
+
 class GPUModelRunnerV1(GPUModelRunner):
     def _dummy_run(self, num_tokens, uniform_decode=False, remove_lora=True, num_active_loras=0):
         tokens = [num_tokens] if uniform_decode else [1] * num_tokens
@@ -125,6 +151,9 @@ class GPUModelRunnerV1(GPUModelRunner):
 
 
 PLACES = {
+    "vllm.config.compilation": "CompilationConfig",
     "vllm.lora.request": "LoRARequest",
+    "vllm.model_executor.layers.attention.attention": "Attention get_attention_context",
+    "vllm.v1.worker.gpu.cudagraph_utils": "CudaGraphManager",
     "vllm.v1.worker.lora_model_runner_mixin": "LoRAModelRunnerMixin",
 }

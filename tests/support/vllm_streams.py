@@ -10,6 +10,7 @@ from test_vllm_update import given, serves
 from vllm_stand_in_engine import LLM, EngineCore, Executor, Scheduler
 
 ON = 1 << 20  # operations: all that can be done
+COPY = 0.04
 
 
 class Event:
@@ -24,7 +25,7 @@ class TwoStreams:
 
     def __init__(self):
         self.queues = {"compute": deque(), "copies": deque()}
-        self.waits = 0
+        self.waits = 0  # for whole adapters
 
     def put(self, stream, event, operation):
         """`operation` is done after `event`; returns the event after it."""
@@ -51,17 +52,37 @@ class TwoStreams:
     def record(self, device):
         return self.put("compute", None, lambda: None)
 
-    def run(self, device, copy, after=None):
-        return self.put("copies", after, copy)
+    def run_each(self, device, copies, after=None, timed=False):
+        return [self.put("copies", after, copy) for copy in copies]
 
     def arrival(self, layers, last, portions):
-        (event,) = last.values()
+        return Arrival(self, layers, last, portions)
 
-        def wait():
-            self.waits += 1
-            self.put("compute", event, lambda: None)
 
-        return SimpleNamespace(done=lambda: event.done, wait=wait)
+class Arrival:
+    """Of an adapter whose copies take COPY seconds in all."""
+
+    def __init__(self, streams, layers, last, portions):
+        self.streams, self.portions = streams, portions
+        self.events = {n: event for n, (_, event) in layers.items()}
+        (self.last,) = last.values()
+
+    def done(self):
+        return self.last.done
+
+    def bytes_left(self):
+        return sum(size for event, size in self.portions if not event.done)
+
+    def rate(self):
+        return sum(size for _, size in self.portions) / COPY
+
+    def wait(self):
+        self.streams.waits += 1
+        self.streams.put("compute", self.last, lambda: None)
+
+    def wait_up_to(self, layer):
+        for event in [event for n, event in self.events.items() if n <= layer][-1:]:
+            self.streams.put("compute", event, lambda: None)
 
 
 class Engine:

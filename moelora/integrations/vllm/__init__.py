@@ -22,8 +22,8 @@ moelora's deltas. Where a first launch in a worker fails or computes something e
 (`reason_against_device`), vLLM's own path runs both.
 
 `interface` lists what is called or replaced of vLLM. Of its LoRA managers, `store` loads adapters
-from memory and `loading` from files, `activation` writes slots, `travel` notes ids, and `prefetch`
-copies ahead.
+from memory and `loading` from files, `activation` writes slots, `layers` waits for them, `travel`
+notes ids, and `prefetch` copies ahead.
 """
 
 from __future__ import annotations
@@ -124,7 +124,15 @@ def problem_here() -> str | None:
 
 def _install() -> None:
     """Install the hooks of every part whose API this vLLM has."""
-    from moelora.integrations.vllm import adapters, experts, interface, linear, prefetch, travel
+    from moelora.integrations.vllm import (
+        adapters,
+        experts,
+        interface,
+        layers,
+        linear,
+        prefetch,
+        travel,
+    )
 
     adapters.install()
     experts.install()
@@ -139,10 +147,11 @@ def _install() -> None:
         "digests": (interface.UPDATES, "update_adapters is off"),
         "loading": (interface.LOADING, "vLLM reads adapter files by itself"),
         "prefetch": (interface.PREFETCH, prefetch.OWN_COPIES),
+        "layers": (interface.PER_LAYER, f"with prefetch {layers.WHOLE}"),
         "methods": (interface.QUANTIZED, f"{OWN_PATH} for quantized layers"),
     }
     if switched_off(PREFETCH):
-        del needed["prefetch"]
+        del needed["prefetch"], needed["layers"]
     for name, (part, otherwise) in needed.items():
         why_not = linear.off_here() if name == "linear" else None
         if problem := why_not or interface.problem(part):

@@ -5,18 +5,20 @@ copies factors to it, and waits for that stream twice in each layer of experts. 
 
     load       set_lora of each module runs on recorders instead of its stacks, which note
                (stack, part of a slot, factor); factors become contiguous and pinned
-    activate   another stream waits until no batch reads the slot, then does what was noted
-    a batch    the stream that computes waits for the adapters in it that are still on the way
+    activate   another stream waits until no batch reads the slot, then does what was noted, layer
+               by layer
+    a batch    the stream that computes waits for the adapters in it that are still on the way, or
+               each layer waits for its own part of them (`layers`)
 
-A batch waits before it is launched, so that a captured graph has no wait in it. vLLM decides which
-adapter leaves its slot; modules that use their stacks otherwise are written by vLLM. Where
-`is_wanted` is false, vLLM writes all.
+No wait is in a captured graph. vLLM decides which adapter leaves its slot; modules that use their
+stacks otherwise are written by vLLM. Where `is_wanted` is false, vLLM writes all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor
 
 from moelora.adapters.transfer import Arrival, Streams
 from moelora.integrations import shown, switched_on
-from moelora.integrations.vllm import PREFETCH, listed, say_once, travel, wrap
+from moelora.integrations.vllm import PREFETCH, layers, listed, say_once, travel, wrap
 from moelora.operators.torch_private import foreach_copy_, foreach_zero_
 
 SLOT = 0  # that `set_lora` is called for on recorders
+MAX_WAIT_S = 0.02  # of a batch for its last layers, from when it is scheduled
 Noted: TypeAlias = tuple[Any, tuple[Any, ...], Any]  # (stack, part of a slot, factor)
+Copy: TypeAlias = tuple[Tensor, tuple[Any, ...], Tensor]  # the same, staged for a copy
 
 
 def install() -> None:
@@ -98,26 +102,18 @@ class Writes:
     """What an adapter writes to a slot, from host memory.
 
     zeros: stacks whose slot is cleared, since factors fill a part of it or none
-    copies: (stack, part of a slot, factor)
+    copies: by the layer, (stack, part of a slot, factor)
     on_host: (list with an entry for each slot, value)
     own: modules that vLLM writes
     """
 
     zeros: list[Tensor] = field(default_factory=list)
-    copies: list[tuple[Tensor, tuple[Any, ...], Tensor]] = field(default_factory=list)
+    copies: dict[layers.Layer, list[Copy]] = field(default_factory=dict)
     on_host: list[tuple[list[Any], Any]] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
 
-    def do(self, slot: int) -> None:
-        """Write to a slot, on the current stream; nothing waits for it."""
-        if self.zeros:
-            foreach_zero_([stack[slot] for stack in self.zeros])
-        if self.copies:
-            parts = [_part_of(stack, slot, part) for stack, part, _ in self.copies]
-            foreach_copy_(parts, [value for *_, value in self.copies], non_blocking=True)
-
-    def add(self, noted: list[Noted]) -> None:
-        """What a module noted, without writes that later ones cover."""
+    def add(self, noted: list[Noted], layer: layers.Layer) -> None:
+        """What a module of a layer noted, without writes that later ones cover."""
         last: dict[int, list[Noted]] = {}
         for target, part, value in noted:
             covers = isinstance(target, list) or _covers(target, part)
@@ -133,7 +129,17 @@ class Writes:
                 value = _staged(torch.as_tensor(value, device="cpu"), like)
                 if _covers(target, part):
                     part, value = (), value.view(target.shape[1:])
-                self.copies.append((target, part, value))
+                self.copies.setdefault(layer, []).append((target, part, value))
+
+
+def _clear(zeros: list[Tensor], slot: int) -> None:
+    if zeros:
+        foreach_zero_([stack[slot] for stack in zeros])
+
+
+def _copy(copies: list[Copy], slot: int) -> None:
+    parts = [_part_of(stack, slot, part) for stack, part, _ in copies]
+    foreach_copy_(parts, [value for *_, value in copies], non_blocking=True)
 
 
 def _part_of(stack: Tensor, slot: int, part: tuple[Any, ...]) -> Tensor:
@@ -172,7 +178,7 @@ def record(manager: Any, model: Any) -> Writes | None:
         except (AttributeError, TypeError):
             found.own[name] = module
         else:
-            found.add(noted)
+            found.add(noted, layers.layer_of(name))
     return found
 
 
@@ -206,14 +212,17 @@ class Activations:
         self._arrivals: dict[int, Arrival] = {}  # by slot
         self._reading: set[int] = set()  # ids in the last batch
         self._before: Any = None  # when all batches before that one are done
+        self._rate = 0.0  # of the last copies, bytes in a second
+        self.progress = layers.Progress()
 
     def begin(self, ids: set[int], is_batch: bool) -> None:
         """A batch reads the slots of these from now on, or a part of it."""
         if is_batch:
             self._before, self._reading = self._streams.record(self._device), set()
+            self.progress.begin()
         self._reading |= ids
 
-    def copy(self, writes: Writes, number: int, slot: int) -> None:
+    def copy(self, writes: Writes, lora_id: int, slot: int) -> None:
         """Write to a slot as soon as no batch reads it."""
         held = self._held.pop(slot, None)
         self._arrivals.pop(slot, None)
@@ -221,12 +230,22 @@ class Activations:
         after = self._before if idle else None
         if after is None:
             after = self._streams.record(self._device)
-        event = self._streams.run(self._device, lambda: writes.do(slot), after)
+        number = self.progress.number
+        blocks = sorted(writes.copies.items(), key=lambda block: number(block[0]))
+        # Clearing has kernels, which wait for those of batches: all of it goes before the copies.
+        work = [partial(_clear, writes.zeros, slot)]
+        work += [partial(_copy, copies, slot) for _, copies in blocks]
+        events = self._streams.run_each(self._device, work, after, timed=True)
         for target, value in writes.on_host:
             target[slot] = value
-        self._held[slot] = number
-        if event is not None:
-            self._arrivals[slot] = Arrival({}, {self._device: event}, ())
+        self._held[slot] = lora_id
+        if events:
+            by_number = {layers.NO_LAYER: (self._device, events[0])}
+            portions = [(events[0], 0)]
+            for (layer, copies), event in zip(blocks, events[1:], strict=True):
+                by_number[number(layer)] = self._device, event
+                portions.append((event, sum(value.nbytes for *_, value in copies)))
+            self._arrivals[slot] = Arrival(by_number, {self._device: events[-1]}, portions)
 
     def forget(self, ids: Sequence[int | None]) -> None:
         """vLLM writes to one of the slots without an adapter, on the stream that computes."""
@@ -234,17 +253,39 @@ class Activations:
             self._held.pop(slot, None)
             self._arrivals.pop(slot, None)
 
-    def wait(self, ids: set[int] | None = None) -> None:
-        """Let what is launched from now on wait for copies: of these adapters, or of all."""
-        for slot in list(self._arrivals):
-            if self.has_arrived(slot):
-                continue
-            if ids is None or travel.is_on or self._held[slot] in ids:
-                self._arrivals[slot].wait()
+    def wait(self, ids: set[int] | None = None, by_layer: bool = False) -> None:
+        """Let what is launched from now on wait for copies: of these adapters, or of all. A batch
+        may wait for each layer's own."""
+        wanted = None if travel.is_on else ids
+        coming = [
+            self._arrivals[slot]
+            for slot in list(self._arrivals)
+            if not self.has_arrived(slot) and (wanted is None or self._held[slot] in wanted)
+        ]
+        if by_layer and self._is_by_layer():
+            self.progress.wait(coming)
+            return
+        for arrival in coming:
+            arrival.wait()
+
+    def can_schedule(self, slot: int) -> bool:
+        """Whether the adapter in a slot has arrived, or will within MAX_WAIT_S."""
+        if self.has_arrived(slot):
+            return True
+        if not self._is_by_layer():
+            return False
+        slots = [*self._arrivals]  # in the order of their copies
+        before = slots[: slots.index(slot) + 1]
+        nbytes = sum(self._arrivals[slot].bytes_left() for slot in before)
+        return nbytes <= MAX_WAIT_S * self._rate
+
+    def _is_by_layer(self) -> bool:
+        return self.progress.is_known and not travel.is_on
 
     def has_arrived(self, slot: int) -> bool:
         arrival = self._arrivals.get(slot)
         if arrival is not None and arrival.done():
+            self._rate = arrival.rate() or self._rate
             del self._arrivals[slot]
         return slot not in self._arrivals
 
@@ -289,8 +330,10 @@ def _recording(merge: Callable[..., Any], self: Any, lora_model: Any) -> None:
         writes = None
         say_once(f"vLLM copies an adapter to slots by itself ({shown(error)})")
     lora_model._moelora_writes = writes
-    if writes is not None and writes.copies and activations(self) is None:
-        device = writes.copies[0][0].device
+    blocks = [] if writes is None else writes.copies.values()
+    stack = next((stack for copies in blocks for stack, *_ in copies), None)
+    if stack is not None and activations(self) is None:
+        device = stack.device
         if device.type == "cuda":
             from vllm.utils.torch_utils import current_stream
 
@@ -325,14 +368,14 @@ def _waiting(
 ) -> None:
     manager = self._adapter_manager
     state = activations(manager)
+    ids = {request.lora_int_id for request in requests if request}
+    is_batch = getattr(getattr(mapping, "type", None), "name", "LANGUAGE") == "LANGUAGE"
     if state is None:
         set_active_adapters(self, requests, mapping)
         state = activations(manager)  # of the first adapter
     else:
-        kind = getattr(getattr(mapping, "type", None), "name", "LANGUAGE")
-        ids = {request.lora_int_id for request in requests if request}
-        state.begin(ids, is_batch=kind == "LANGUAGE")
+        state.begin(ids, is_batch)
         touch(manager, ids)  # vLLM may evict one that the batch has, for another that it has
         set_active_adapters(self, requests, mapping)
     if state is not None:
-        state.wait({request.lora_int_id for request in requests if request})
+        state.wait(ids, by_layer=is_batch)

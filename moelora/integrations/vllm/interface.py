@@ -180,6 +180,17 @@ PREFETCH = interface("""
         fields LoRARequest lora_name lora_int_id load_inplace
 """)
 
+# Where layers of a batch are launched.
+PER_LAYER = interface("""
+    vllm.model_executor.layers.attention.attention
+        replaced get_attention_context layer_name
+        called Attention
+    vllm.v1.worker.gpu.cudagraph_utils
+        replaced CudaGraphManager.run_fullgraph self desc
+    vllm.config.compilation
+        called CompilationConfig.splitting_ops_contain_attention self
+""")
+
 # What `share_experts` of moelora.integrations.transformers calls.
 SHARED = interface("""
     vllm.v1.engine.llm_engine

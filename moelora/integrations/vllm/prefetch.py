@@ -5,7 +5,8 @@ its copy. Here the loop of the engine asks its workers before each step:
 
     the engine   first waiting requests in order, as many adapters as slots are left by running ones
     a worker     gives those in host memory a slot that no running request needs, starts copies
-                 (`activation`), and returns ids that no batch would wait for
+                 (`activation`), and returns ids that no batch would wait for, or for their last
+                 layers alone
     scheduling   a request whose adapter is on the way is passed over while others run
 
 If none runs, the request is scheduled and its batch waits. Where a reply is late or out of date, a
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moelora.integrations import shown
-from moelora.integrations.vllm import PREFETCH, activation, say_once, wrap
+from moelora.integrations.vllm import PREFETCH, activation, layers, say_once, wrap
 from moelora.integrations.vllm.store import is_known, manager_of
 
 METHOD = "moelora_prefetch"
@@ -51,7 +52,7 @@ def prefetch(
     worker: Any, requests: Sequence[Any], running: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Bring adapters to slots, the first one first, without taking those of `running` ids; returns
-    ids that are there, and those that the step which runs them loads, or refuses."""
+    ids that can be scheduled, and those that the step which runs them loads, or refuses."""
     outer = manager_of(worker)
     inner = outer._adapter_manager
     kept, refused = set(running) | inner._active_adapters.pinned_items, []
@@ -73,8 +74,10 @@ def prefetch(
             say_once(f"adapter {request.lora_name!r} is not copied ahead ({shown(error)})")
     inner._last_mapping = None  # of the slots before
     state = activation.activations(inner)
+    if state and state.progress.order:
+        state.progress.is_hooked = layers.is_hooked(worker)
     slots = enumerate(inner.lora_index_to_id)
-    here = [n for slot, n in slots if n is not None and (not state or state.has_arrived(slot))]
+    here = [n for slot, n in slots if n is not None and (not state or state.can_schedule(slot))]
     return here, refused
 
 
@@ -85,7 +88,7 @@ def prefetch(
 class _Ahead:
     """What an engine knows of its workers' slots, and whether it asks them at all."""
 
-    here: set[int] | None = None  # ids that no batch waits for; None before the first reply
+    here: set[int] | None = None  # ids that can be scheduled; None before the first reply
     refused: set[int] = field(default_factory=set)  # ids that the step which runs them loads
     running: set[int] = field(default_factory=set)  # ids of running requests
     reply: Any = None
