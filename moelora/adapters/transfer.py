@@ -38,7 +38,6 @@ class Arrival:
         self._begun = time.monotonic()
         self._portions = portions
         self._left = list(portions)
-        self._copied = 0
 
     def wait(self, layer: Any = None) -> None:
         """Make the current streams wait for one layer, or for all.
@@ -74,16 +73,15 @@ class Arrival:
         if is_capturing():
             return math.inf
         left = self.bytes_left()
+        copied = sum(nbytes for _, nbytes in self._portions) - left
         if not self._left:
             return 0.0
-        if not self._copied:
-            return math.inf
-        return (time.monotonic() - self._begun) * left / self._copied
+        return (time.monotonic() - self._begun) * left / copied if copied else math.inf
 
     def bytes_left(self) -> int:
         """Of portions that are not complete."""
         while self._left and self._left[0][0].query():
-            self._copied += self._left.pop(0)[1]
+            self._left.pop(0)
         return sum(nbytes for _, nbytes in self._left)
 
     def rate(self) -> float:

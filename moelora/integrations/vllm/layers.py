@@ -13,6 +13,7 @@ for whole adapters; so they do where calls are not hooked (`is_hooked`), and wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from moelora.adapters.transfer import Arrival
@@ -28,7 +29,7 @@ def install() -> None:
     from vllm.model_executor.layers.attention import attention
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    wrap(attention, "get_attention_context", _attending)
+    wrap(attention, "get_attention_context", partial(_attending, attention))
     wrap(CudaGraphManager, "run_fullgraph", _launching)
 
 
@@ -119,11 +120,9 @@ class Progress:
         self._left = ()
 
 
-def _attending(get_attention_context: Callable[..., Any], layer_name: str) -> Any:
-    from vllm.model_executor.layers.attention.attention import Attention
-
+def _attending(attention: Any, get_attention_context: Callable[..., Any], layer_name: str) -> Any:
     found = get_attention_context(layer_name)
-    if _running is not None and isinstance(found[1], Attention):
+    if _running is not None and isinstance(found[1], attention.Attention):
         _running.on_attention(layer_of(layer_name))
     return found
 
