@@ -3,7 +3,6 @@
 On the CPU two queues stand for the streams; each order of them that events allow must do.
 """
 
-import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -123,24 +122,12 @@ def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(
 
     monkeypatch.setattr(progress, "wait", waiting)
     monkeypatch.setattr(hooks, "MAX_WAIT_S", 1.0)
-    draws = random.Random(6)
-    for step in range(250):
-        for _ in range(draws.choice([0, 1, 1, 2]) if step < 60 else 0):
-            engine.add(draws.choice(names)).left = draws.randint(1, 4)
+
+    def begin(step):
         for model in models:
             model.how = "whole" if step % 3 == 0 else "in pieces"
-        engine.step()
-        for request in list(engine.scheduler.running):
-            request.left -= 1
-            if not request.left:
-                engine.finish(request)
-        if order == "random":
-            for name in draws.sample(["compute", "copies"], 2):
-                streams.advance(name, operations=draws.randint(0, 12))
-        else:
-            streams.advance(*sorted(streams.queues, reverse=order == "copies first"))
-    while any(streams.queues.values()):
-        streams.advance("copies", "compute")
+
+    engine.draw_steps(order, 6, names, 12, begin)
     assert not engine.scheduler.waiting and (len(coming) > 20 or order == "copies first")
     engine.check()
 

@@ -3,8 +3,6 @@
 On the CPU two queues stand for the streams. Each order of them that events allow must do.
 """
 
-import random
-
 import pytest
 import torch
 from conftest import needs_gpu
@@ -22,24 +20,7 @@ pytestmark = pytest.mark.parametrize("vllm", ["0.33.0"], indirect=True)
 def test_each_batch_reads_its_adapters_in_any_order_of_the_streams(make, streams, workers, order):
     names = "abcdefgh"
     engine = make(names, workers=workers, late=workers > 1)
-    draws, runs = random.Random(5), set()
-    for step in range(250):
-        for _ in range(draws.choice([0, 1, 1, 2]) if step < 60 else 0):
-            request = engine.add(draws.choice(names))
-            request.left = draws.randint(1, 4)
-            runs.add(request.name)
-        engine.step()
-        for request in list(engine.scheduler.running):
-            request.left -= 1
-            if not request.left:
-                engine.finish(request)
-        if order == "random":
-            for name in draws.sample(["compute", "copies"], 2):
-                streams.advance(name, operations=draws.randint(0, 6))
-        else:
-            streams.advance(*sorted(streams.queues, reverse=order == "copies first"))
-    while any(streams.queues.values()):
-        streams.advance("copies", "compute")
+    runs = engine.draw_steps(order, 5, names, operations=6)
     assert not engine.scheduler.waiting and runs == set(names)
     engine.check()
 

@@ -1,8 +1,11 @@
 """Fixtures of the tests of prefetch: the plugin, its streams, and engines."""
 
 import pytest
+import torch
 from vllm_layer import HERE, load
 from vllm_streams import Engine, TwoStreams
+
+from moelora.adapters import transfer
 
 
 @pytest.fixture
@@ -17,7 +20,8 @@ def hooks(vllm):
 def streams(hooks, monkeypatch):
     found = TwoStreams()
     monkeypatch.setattr(hooks, "Streams", found)
-    monkeypatch.setattr(hooks, "Arrival", found.arrival)
+    monkeypatch.setattr(transfer, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)
     return found
 
 

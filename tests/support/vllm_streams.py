@@ -3,6 +3,7 @@
 On the CPU two queues stand for the streams that compute and copy.
 """
 
+import random
 from collections import deque
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from test_vllm_update import given, serves
 from vllm_stand_in_engine import LLM, EngineCore, Executor, Scheduler
 
 ON = 1 << 20  # operations: all that can be done
-COPY = 0.04
+COPY = 0.04  # seconds that all copies of an adapter take
 
 
 class Event:
@@ -19,13 +20,16 @@ class Event:
     def query(self):
         return self.done
 
+    def elapsed_time(self, end):
+        return 1000 * COPY
+
 
 class TwoStreams:
     """The stream that computes and that of copies, on which launched operations are done later."""
 
     def __init__(self):
         self.queues = {"compute": deque(), "copies": deque()}
-        self.waits = 0  # for whole adapters
+        self.waits = 0
 
     def put(self, stream, event, operation):
         """`operation` is done after `event`; returns the event after it."""
@@ -55,34 +59,11 @@ class TwoStreams:
     def run_each(self, device, copies, after=None, timed=False):
         return [self.put("copies", after, copy) for copy in copies]
 
-    def arrival(self, layers, last, portions):
-        return Arrival(self, layers, last, portions)
+    # What `Arrival` calls, of the stream that computes.
 
-
-class Arrival:
-    """Of an adapter whose copies take COPY seconds in all."""
-
-    def __init__(self, streams, layers, last, portions):
-        self.streams, self.portions = streams, portions
-        self.events = {n: event for n, (_, event) in layers.items()}
-        (self.last,) = last.values()
-
-    def done(self):
-        return self.last.done
-
-    def bytes_left(self):
-        return sum(size for event, size in self.portions if not event.done)
-
-    def rate(self):
-        return sum(size for _, size in self.portions) / COPY
-
-    def wait(self):
-        self.streams.waits += 1
-        self.streams.put("compute", self.last, lambda: None)
-
-    def wait_up_to(self, layer):
-        for event in [event for n, event in self.events.items() if n <= layer][-1:]:
-            self.streams.put("compute", event, lambda: None)
+    def wait_event(self, event):
+        self.waits += 1
+        self.put("compute", event, lambda: None)
 
 
 class Engine:
@@ -120,6 +101,31 @@ class Engine:
             self.step()
             self.streams.advance("compute", "copies", "compute")
             self.finish(request)
+
+    def draw_steps(self, order, seed, names, operations, begin=lambda step: None):
+        """250 steps with requests of random `names`, whose streams advance in an order, if it is
+        random by at most so many `operations` a step; returns the names."""
+        draws, drawn = random.Random(seed), set()
+        for step in range(250):
+            for _ in range(draws.choice([0, 1, 1, 2]) if step < 60 else 0):
+                request = self.add(draws.choice(names))
+                request.left = draws.randint(1, 4)
+                drawn.add(request.name)
+            begin(step)
+            self.step()
+            for request in list(self.scheduler.running):
+                request.left -= 1
+                if not request.left:
+                    self.finish(request)
+            if order == "random":
+                for name in draws.sample(["compute", "copies"], 2):
+                    self.streams.advance(name, operations=draws.randint(0, operations))
+            else:
+                queues = sorted(self.streams.queues, reverse=order == "copies first")
+                self.streams.advance(*queues)
+        while any(self.streams.queues.values()):
+            self.streams.advance("copies", "compute")
+        return drawn
 
     def check(self):
         """What batches have read is what their adapters hold; forgets it."""
