@@ -35,8 +35,8 @@ class Sources:
         raise ModuleNotFoundError(module)
 
     def parameters(self, module: str, name: str) -> dict[str, bool]:
-        """As `inspect.signature` would have them, and which have no default; of a dataclass, its
-        fields."""
+        """As `inspect.signature` would have them, and which have no default; of a class without
+        `__init__`, its fields."""
         owner, _, attribute = name.rpartition(".")
         found = self.find(module, owner or attribute)
         if found is None:
@@ -47,8 +47,14 @@ class Sources:
         if node is None:
             raise AttributeError(f"{module}.{name}")
         if isinstance(node, ast.ClassDef):
+            if (init := self.method(module, node, "__init__")) is not None:
+                _, *parameters = self.parameters_of(init).items()
+                return dict(parameters)
             fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
             return {n.target.id: n.value is None for n in fields}
+        return self.parameters_of(node)
+
+    def parameters_of(self, node: ast.FunctionDef) -> dict[str, bool]:
         a = node.args
         placed = [p.arg for p in (*a.posonlyargs, *a.args)]
         optional = set(placed[len(placed) - len(a.defaults) :])

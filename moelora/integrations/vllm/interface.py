@@ -184,7 +184,7 @@ PREFETCH = interface("""
 PER_LAYER = interface("""
     vllm.model_executor.layers.attention.attention
         replaced get_attention_context layer_name
-        called Attention
+        fields Attention
     vllm.v1.worker.gpu.cudagraph_utils
         replaced CudaGraphManager.run_fullgraph self desc
     vllm.config.compilation
